@@ -1,0 +1,217 @@
+"""The one place where plait issues a collective.
+
+`Axis` is a rank's view of one mesh axis; its methods move bytes and know nothing of autograd.
+Below them are the pairs: functions whose backward is the mirror collective. Everything goes over
+dense tensors of checked sizes, because gloo reduces the wrong memory of a view that is not dense
+without an error, and aborts the process when sizes differ between ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Handle(Protocol):
+    """A collective under way; its result may be read after `wait`."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """A collective that there was no need to issue."""
+
+    def wait(self) -> None:
+        pass
+
+
+@dataclass
+class Scope:
+    """What the program is doing now, so that whoever records a collective can say why it ran.
+
+    Attributes:
+        phase: forward, backward, recompute, loss, norm or optimizer.
+        axis: the axis over which a collective is being issued, None in between.
+        check: called with each collective before it is issued (see `parallel/check.py`).
+    """
+
+    phase: str = "forward"
+    axis: "Axis | None" = None
+    check: Any = None
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as one rank sees it; of size 1, nothing is ever sent.
+
+    Attributes:
+        name: tp, cp, fsdp, dp_replicate, pp, ... as the ledger writes it.
+        size, rank: ranks along the axis, and this rank's position.
+        group: the process group (None for size 1).
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    scope: Scope = field(default_factory=Scope)
+
+    def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Handle:
+        """Sums (or takes the maximum of) x over the axis, in place."""
+        if self.size == 1:
+            return Done()
+        kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        return self._issue("all-reduce", dist.all_reduce, wait, x, kind)
+
+    def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Handle:
+        """Writes the ranks' x one behind the other, along dim 0, into out."""
+        if self.size == 1:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Done()
+        assert out.numel() == self.size * x.numel(), (out.shape, x.shape, self)
+        return self._issue("all-gather", dist.all_gather_single, wait, out, x)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Handle:
+        """Sums x over the axis and writes this rank's piece, along dim 0, into out."""
+        if self.size == 1:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Done()
+        assert x.numel() == self.size * out.numel(), (out.shape, x.shape, self)
+        return self._issue("reduce-scatter", dist.reduce_scatter_single, wait, out, x)
+
+    def _issue(self, name: str, collective: Callable, wait: bool, *args: Any) -> Handle:
+        for t in args:
+            if isinstance(t, Tensor) and not t.is_contiguous():
+                raise ValueError(
+                    f"{name} over {self.name}: a tensor of shape {tuple(t.shape)} and strides "
+                    f"{t.stride()} is not dense; its neighbours in memory would be sent"
+                )
+        if self.scope.check is not None:
+            self.scope.check(self, name, args[0])
+        self.scope.axis = self
+        try:
+            work = collective(*args, group=self.group, async_op=not wait)
+        finally:
+            self.scope.axis = None
+        return Done() if work is None else work
+
+    def gather_rows(self, x: Tensor, wait: bool = True) -> tuple[Tensor, Handle]:
+        """The ranks' x, one behind the other along dim 0; [n, ...] -> [size * n, ...]."""
+        x = x.contiguous()
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        return out, self.all_gather(out, x, wait)
+
+    def scatter_rows(self, x: Tensor, wait: bool = True) -> tuple[Tensor, Handle]:
+        """This rank's piece of the sum of x along dim 0; [size * n, ...] -> [n, ...]."""
+        x = x.contiguous()
+        assert x.shape[0] % self.size == 0, f"{x.shape[0]} rows over {self.size} ranks"
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        return out, self.reduce_scatter(out, x, wait)
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """This rank's piece of x along dim 0, without communication."""
+        rows = x.shape[0] // self.size
+        return x.narrow(0, self.rank * rows, rows)
+
+
+# ------------------------------------------------------------------------------------------
+# Autograd pairs
+
+
+class _ReduceOut(torch.autograd.Function):
+    """Forward: all-reduce. Backward: nothing, the gradient is already whole on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        x = x.contiguous()
+        ctx.mark_dirty(x)
+        axis.all_reduce(x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    """Forward: reduce-scatter along dim 0. Backward: all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.scatter_rows(x)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.gather_rows(grad)[0], None
+
+
+class _SumBoth(torch.autograd.Function):
+    """Forward: all-reduce. Backward: all-reduce, for each rank goes on differently with the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        x = x.clone(memory_format=torch.contiguous_format)
+        axis.all_reduce(x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        ctx.axis.all_reduce(grad)
+        return grad, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    """Forward: all-gather along the last dim. Backward: this rank's columns of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        stacked, _ = axis.gather_rows(x.unsqueeze(0))
+        return stacked.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.axis.size, dim=-1)[ctx.axis.rank].contiguous(), None
+
+
+def reduce_out(x: Tensor, axis: Axis) -> Tensor:
+    """Sums partial results; x is overwritten. Leaves a tensor-parallel region (Megatron's g)."""
+    return x if axis.size == 1 else _ReduceOut.apply(x, axis)
+
+
+def scatter_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Sums partial results and keeps this rank's rows. Leaves a tensor-parallel region under
+    sequence parallelism (Korthikanti et al. 2205.05198, section 4.2.2, g-bar)."""
+    return x if axis.size == 1 else _ScatterRows.apply(x, axis)
+
+
+def sum_both(x: Tensor, axis: Axis) -> Tensor:
+    """Sums x over the axis, forward and in the gradient."""
+    return x if axis.size == 1 else _SumBoth.apply(x, axis)
+
+
+def gather_columns(x: Tensor, axis: Axis) -> Tensor:
+    """The ranks' columns side by side: column-parallel output made whole."""
+    return x if axis.size == 1 else _GatherColumns.apply(x, axis)

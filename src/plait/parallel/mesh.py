@@ -1,0 +1,75 @@
+"""The mesh: the grids of a layout as process groups, one object passed down."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.parallel.collectives import Axis, Scope
+from plait.spec.grid import FLATTENED, dense_grid
+from plait.spec.layout import Layout
+from plait.spec.model import Model
+from plait.spec.parameters import kv_copies
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's axes. `mesh["tp"]` is an `Axis`; those of size 1 are there and send nothing.
+
+    Attributes:
+        layout, rank: whose mesh it is.
+        coordinate: axis -> position of this rank.
+        axes: tp, cp, fsdp, dp_replicate, pp, world, and kv: the tensor-parallel ranks that hold
+            a copy of the same KV head (the ledger counts what it sends as tp).
+        scope: what the program is doing now, shared by all axes.
+    """
+
+    layout: Layout
+    rank: int
+    coordinate: dict[str, int]
+    axes: dict[str, Axis]
+    scope: Scope = field(default_factory=Scope)
+
+    def __getitem__(self, axis: str) -> Axis:
+        return self.axes[axis]
+
+
+def make_mesh(layout: Layout, model: Model, rank: int, device_type: str = "cpu") -> Mesh:
+    """The mesh of a rank; the default process group must exist and have layout.world ranks."""
+    world = dist.get_world_size()
+    assert world == layout.world, f"{world} ranks, but the layout has {layout.world}"
+    scope, grid = Scope(), dense_grid(layout)
+    here = grid.coordinate(rank)
+    axes = {
+        name: Axis(name, scope=scope) for name in ("tp", "cp", "fsdp", "dp_replicate", "pp", "kv")
+    }
+    axes["world"] = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, scope)
+
+    # The DeviceMesh has only axes that are really there: a group of one rank costs its creation
+    # and is never used. Its dims run from the slowest axis to the fastest.
+    copies = kv_copies(model, layout)
+    sizes = {a: n for a, n in zip(grid.axes, grid.sizes, strict=True) if n > 1}
+    if copies > 1:
+        whole = sizes.pop("tp")
+        heads = {"tp_heads": whole // copies} if whole > copies else {}
+        sizes = {"kv": copies} | heads | sizes
+    if not sizes:
+        return Mesh(layout, rank, here, axes, scope)
+    names = tuple(reversed(sizes))
+    ranks = torch.arange(world).view([sizes[n] for n in names])
+    devices = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+    def axis(name: str, parts: tuple[str, ...], shown: str = "") -> Axis:
+        parts = tuple(n for n in names if n in parts)
+        if not parts:
+            return Axis(name, scope=scope)
+        flat = devices[parts[0]] if len(parts) == 1 else devices[parts]._flatten(name)
+        return Axis(shown or name, flat.size(), flat.get_local_rank(), flat.get_group(), scope)
+
+    for name in ("tp", "cp", "dp_replicate", "pp"):
+        axes[name] = axis(name, ("tp_heads", "kv") if name == "tp" and copies > 1 else (name,))
+    axes["fsdp"] = axis("fsdp", FLATTENED["fsdp"])
+    if copies > 1:
+        axes["kv"] = axis("kv", ("kv",), shown="tp")
+    return Mesh(layout, rank, here, axes, scope)

@@ -1,0 +1,209 @@
+"""Tensor parallelism and sequence parallelism: Megatron's split on local tensors.
+
+Papers: Megatron-LM 1909.08053 section 3; sequence parallelism 2205.05198 section 4.2.2.
+The residual stream is [T, hidden] (T tokens of a micro batch, samples one behind the other).
+Under sequence parallelism each rank has T / tp of the rows between the regions: a region is
+entered by an all-gather of rows and left by a reduce-scatter; without it, entered for free and
+left by an all-reduce. Backward is the mirror. The modules' weights are already this rank's part
+(`spec/parameters.py` says which); here only their arithmetic is rewritten.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from plait.parallel.collectives import (
+    Axis,
+    gather_columns,
+    reduce_out,
+    scatter_rows,
+    sum_both,
+)
+from plait.parallel.mesh import Mesh
+from plait.spec.model import Model
+
+
+def apply_tensor_parallel(module: nn.Module, model: Model, mesh: Mesh) -> None:
+    """Rewrites a Transformer in place for this rank of the tp axis."""
+    axis, rows = mesh["tp"], mesh.layout.sequence_parallel
+    if axis.size == 1:
+        return
+    columns = FanOut(axis, rows)
+    for layer in module.layers.values():
+        attention, mlp = layer.attention, layer.mlp
+        attention.fan_out = mlp.fan_out = columns
+        attention.o = RowParallel(attention.o, axis, rows)
+        mlp.down = RowParallel(mlp.down, axis, rows)
+        if model.qk_norm == "full":
+            copies = mesh["kv"].size
+            attention.q_norm = ShardedNorm(attention.q_norm, axis, 1)
+            attention.k_norm = ShardedNorm(attention.k_norm, axis, copies)
+    if module.embed is not None:
+        module.embed.tokens = VocabEmbedding(module.embed.tokens, axis, rows)
+        if rows and module.embed.positions is not None:
+            module.embed.positions = OwnRows(module.embed.positions, axis)
+    if module.head is not None:
+        module.head.fan_out = columns
+        module.head.cross_entropy = VocabCrossEntropy(axis, model.vocab)
+        module.head.whole_logits = lambda logits: gather_columns(logits, axis)[:, : model.vocab]
+    if rows:
+        for name, child in module.named_modules():
+            if name.rpartition(".")[2].endswith("dropout"):
+                child.register_forward_pre_hook(lambda _, args: (args[0], axis.own_rows(args[1])))
+
+
+class FanOut:
+    """Column-parallel maps of one input; see `models.layers.fan_out`."""
+
+    def __init__(self, axis: Axis, rows: bool):
+        self.axis, self.rows = axis, rows
+
+    def __call__(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        weights = [w for linear in linears for w in (linear.weight, linear.bias)]
+        return _Columns.apply(x, self.axis, self.rows, *weights)
+
+
+class _Columns(torch.autograd.Function):
+    """y_i = x W_i^T + b_i for the maps i of one input, each rank with its own outputs.
+
+    Only this rank's rows of x are kept; backward gathers them anew while it computes the input
+    gradient, and reduces the input gradient while it computes the weight gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, rows: bool, *weights: Tensor | None) -> Any:
+        ctx.axis, ctx.rows = axis, rows
+        ctx.biases = [b is not None for b in weights[1::2]]
+        ctx.save_for_backward(x, *weights[::2])
+        whole = axis.gather_rows(x)[0] if rows else x
+        return tuple(
+            F.linear(whole, w, b) for w, b in zip(weights[::2], weights[1::2], strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        axis = ctx.axis
+        whole, gather = axis.gather_rows(x, wait=False) if ctx.rows else (x, None)
+        dx = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            dx.addmm_(grad, weight)
+        if ctx.rows:
+            dx, reduction = axis.scatter_rows(dx, wait=False)
+            gather.wait()
+        else:
+            reduction = axis.all_reduce(dx, wait=False)
+        result: list[Tensor | None] = []
+        for grad, bias in zip(grads, ctx.biases, strict=True):
+            result += [grad.t() @ whole, grad.sum(0) if bias else None]
+        reduction.wait()
+        return dx, None, None, *result
+
+
+class RowParallel(nn.Module):
+    """A map whose inputs are cut: partial results are summed, then the whole bias is added."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, rows: bool):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.axis, self.leave = axis, scatter_rows if rows else reduce_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.leave(F.linear(x, self.weight), self.axis)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """A token table cut along the vocabulary: tokens of other ranks look up zeros."""
+
+    def __init__(self, embedding: nn.Embedding, axis: Axis, rows: bool):
+        super().__init__()
+        self.weight = embedding.weight
+        self.axis, self.leave = axis, scatter_rows if rows else reduce_out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        own = tokens - self.axis.rank * self.weight.shape[0]
+        elsewhere = (own < 0) | (own >= self.weight.shape[0])
+        y = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return self.leave(y.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class OwnRows(nn.Module):
+    """An embedding of this rank's rows only (learned positions under sequence parallelism)."""
+
+    def __init__(self, embedding: nn.Embedding, axis: Axis):
+        super().__init__()
+        self.weight, self.axis = embedding.weight, axis
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(self.axis.own_rows(index), self.weight)
+
+
+class ShardedNorm(nn.Module):
+    """RMSNorm over a dim that is cut over the ranks (`copies` ranks hold the same part)."""
+
+    def __init__(self, norm: nn.Module, axis: Axis, copies: int):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+        self.offset, self.axis, self.copies = norm.offset, axis, copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        square = wide.square().sum(-1, keepdim=True) / self.copies
+        width = x.shape[-1] * self.axis.size // self.copies
+        y = wide * torch.rsqrt(sum_both(square, self.axis) / width + self.eps)
+        weight = self.weight + 1 if self.offset else self.weight
+        return y.to(x.dtype) * weight
+
+
+class VocabCrossEntropy:
+    """Sum of the cross entropy over valid tokens, the logits cut along the vocabulary."""
+
+    def __init__(self, axis: Axis, vocab: int):
+        self.axis, self.vocab = axis, vocab
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        with self.axis.scope.during("loss"):
+            return _VocabCrossEntropy.apply(logits, targets, self.axis, self.vocab)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """logits [T, V / tp], targets [T] (-1: not valid) -> scalar.
+
+    Two small messages: the maxima [T], then sums of exponentials and target logits [2, T].
+    Backward needs none: the softmax is kept and turned into the gradient in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, vocab: int) -> Tensor:
+        columns = logits.shape[1]
+        start = axis.rank * columns
+        softmax = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        if start + columns > vocab:  # padding of the vocabulary must not win
+            softmax[:, max(vocab - start, 0) :] = float("-inf")
+        top = softmax.amax(1)
+        axis.all_reduce(top, op="max")
+        softmax.sub_(top.unsqueeze(1))
+        own = targets - start
+        mine = (own >= 0) & (own < columns)
+        own = own.masked_fill(~mine, 0).unsqueeze(1)
+        target = softmax.gather(1, own).squeeze(1).masked_fill(~mine, 0)
+        softmax.exp_()
+        both = torch.stack((softmax.sum(1), target))
+        axis.all_reduce(both)
+        softmax.div_(both[0].unsqueeze(1))
+        ctx.save_for_backward(softmax, own, mine, targets)
+        ctx.dtype = logits.dtype
+        return (both[0].log() - both[1]).masked_fill(targets < 0, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, own, mine, targets = ctx.saved_tensors
+        softmax.scatter_add_(1, own, -mine.unsqueeze(1).to(softmax.dtype))
+        scale = grad * (targets >= 0).unsqueeze(1).to(softmax.dtype)
+        return softmax.mul_(scale).to(ctx.dtype), None, None, None

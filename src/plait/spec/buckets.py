@@ -1,0 +1,195 @@
+"""Which parameters travel together: the flat buffers of the data-parallel engine.
+
+A bucket is one flat run of elements: the local parts of some parameters, one behind the other.
+Its gradients are reduced, and its weights gathered, as one message. Rank i of the n ranks that
+shard model states owns the i-th of n equal pieces of the run. Both the formulas (`cost/data.py`)
+and the engine (`parallel/data.py`) read this table.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+from plait.spec.layout import Layout
+from plait.spec.model import Model
+from plait.spec.parameters import (
+    Parameter,
+    local_box,
+    local_shape,
+    parameters,
+    partial_over,
+    tp_copies,
+)
+
+#: Elements; every parameter starts at a multiple, so that bf16 matrices are 16-byte aligned.
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter's place in a bucket: elements [start, start + numel) hold its local part."""
+
+    parameter: Parameter
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring entries that are treated alike: elements [start, stop) of a bucket.
+
+    Attributes:
+        partial: ranks over which the gradient must still be summed: "", "tp" or "kv".
+        decay: weight decay applies.
+        copies: tensor-parallel ranks that hold the same values.
+    """
+
+    start: int
+    stop: int
+    partial: str
+    decay: bool
+    copies: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat buffer.
+
+    Attributes:
+        entries: its parameters in the order of the buffer.
+        runs: the same, grouped by how they are treated; they cover [0, numel).
+        size: elements with padding, a multiple of the number of shards.
+    """
+
+    entries: tuple[Entry, ...]
+    runs: tuple[Run, ...]
+    size: int
+
+    @property
+    def numel(self) -> int:
+        return self.entries[-1].stop
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units whose parameters it holds."""
+        return tuple(dict.fromkeys(e.parameter.unit for e in self.entries))
+
+    def partial_runs(self) -> Iterator[tuple[str, int, int]]:
+        """("tp" | "kv", start, stop) of the elements whose gradients are partial."""
+        for partial, runs in groupby(self.runs, key=lambda r: r.partial):
+            runs = list(runs)
+            if partial:
+                yield partial, runs[0].start, runs[-1].stop
+
+
+def zero_stage(layout: Layout) -> int:
+    """The ZeRO stage in effect: with one shard there is nothing to shard."""
+    return layout.zero if layout.fsdp > 1 else 0
+
+
+def make_buckets(
+    model: Model, layout: Layout, bucket_bytes: float, element_bytes: int
+) -> list[Bucket]:
+    """All buckets, in the order in which backward completes them.
+
+    Under ZeRO-3 a bucket is a unit (embedding, one layer, head), for it is gathered and
+    released as one. Otherwise parameters are packed from the last to the first until a bucket
+    holds about `bucket_bytes` (at least one parameter).
+    """
+    table = list(parameters(model))
+    if zero_stage(layout) == 3:
+        packs = [list(unit) for _, unit in groupby(table, key=lambda p: p.unit)][::-1]
+    else:
+        packs, room = [], 0.0
+        for p in reversed(table):
+            need = prod(local_shape(p, model, layout)) * element_bytes
+            if need > room:
+                packs.append([])
+                room = bucket_bytes
+            packs[-1].insert(0, p)
+            room -= need
+    return [_bucket(pack, model, layout) for pack in packs]
+
+
+def _bucket(pack: Sequence[Parameter], model: Model, layout: Layout) -> Bucket:
+    def treatment(p: Parameter) -> tuple[str, bool, int]:
+        return partial_over(p, model, layout), p.decay, tp_copies(p, model, layout)
+
+    entries, runs, position = [], [], 0
+    for (partial, decay, copies), members in groupby(sorted(pack, key=treatment), key=treatment):
+        start = position
+        for p in members:
+            entry = Entry(p, local_shape(p, model, layout), position)
+            entries.append(entry)
+            position = -(-entry.stop // ALIGNMENT) * ALIGNMENT
+        runs.append(Run(start, position, partial, decay, copies))
+    numel = entries[-1].stop
+    runs[-1] = Run(runs[-1].start, numel, *treatment(entries[-1].parameter))
+    shards = layout.fsdp if zero_stage(layout) else 1
+    return Bucket(tuple(entries), tuple(runs), -(-numel // shards) * shards)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a parameter inside a stretch of a bucket.
+
+    Attributes:
+        parameter: whose box it is.
+        offset, size: the box in the whole parameter.
+        start: where in the bucket its elements begin (they lie in row-major order).
+    """
+
+    parameter: Parameter
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    start: int
+
+
+def pieces(
+    bucket: Bucket, start: int, stop: int, model: Model, layout: Layout, tp_rank: int
+) -> Iterator[Piece]:
+    """The boxes of whole parameters that elements [start, stop) of a bucket hold on a rank.
+
+    Padding, of buckets and of vocabularies, belongs to no box.
+    """
+    for entry in bucket.entries:
+        origin, valid = local_box(entry.parameter, model, layout, tp_rank)
+        # Only dim 0 is ever padded, so what is valid is a leading stretch of the elements.
+        first = max(start - entry.start, 0)
+        last = min(stop - entry.start, prod(valid))
+        if first >= last:
+            continue
+        for offset, size in boxes(entry.shape, first, last):
+            at = sum(o * prod(entry.shape[d + 1 :]) for d, o in enumerate(offset))
+            where = tuple(a + b for a, b in zip(origin, offset, strict=True))
+            yield Piece(entry.parameter, where, size, entry.start + at)
+
+
+def boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Row-major elements [start, stop) of a tensor as few boxes: (offset, size) each, in order."""
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    inner = prod(shape[1:])
+    row = start // inner
+    while start < stop:
+        if start % inner == 0 and stop - start >= inner:
+            rows = (stop - start) // inner
+            yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start, row = start + rows * inner, row + rows
+            continue
+        end = min(stop, (row + 1) * inner)
+        for offset, size in boxes(shape[1:], start - row * inner, end - row * inner):
+            yield (row, *offset), (1, *size)
+        start, row = end, row + 1

@@ -1,0 +1,56 @@
+"""AdamW on this rank's flat weights, and the gradient norm that is one number in every layout."""
+
+import torch
+from torch import Tensor
+
+from plait.parallel.data import Segment
+from plait.spec.job import Train
+
+
+def make_optimizer(segments: list[Segment], train: Train) -> torch.optim.AdamW:
+    """torch's fused AdamW (decoupled decay, 1711.05101) over flat stretches of weights.
+
+    Matrices decay, vectors do not. A parameter of the optimizer is a segment, in their order.
+    """
+    groups = [
+        {"params": [s.weight.detach()], "weight_decay": train.weight_decay * s.decay}
+        for s in segments
+    ]
+    return torch.optim.AdamW(
+        groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), eps=train.eps, fused=True
+    )
+
+
+def squared_norm(segments: list[Segment]) -> Tensor:
+    """This rank's share of the squared gradient norm, float64: summed over all ranks of the
+    world it is the whole, for each element is divided by the number of ranks that hold it."""
+    device = segments[0].grad.device if segments else "cpu"
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for s in segments:
+        norm = torch.linalg.vector_norm(s.grad, dtype=torch.float64)
+        total += norm.square() / s.holders
+    return total
+
+
+def apply_update(
+    optimizer: torch.optim.AdamW,
+    segments: list[Segment],
+    norm: Tensor,
+    clip: float,
+    loss_scale: float,
+    learning_rate: float,
+) -> None:
+    """One optimizer step with gradients / loss_scale, clipped to norm `clip` (0: not clipped).
+
+    norm: the norm of the scaled gradients. Where it is not finite nothing is changed.
+    """
+    factor = torch.full_like(norm, 1 / loss_scale)
+    if clip > 0:
+        factor = factor * torch.clamp(clip * loss_scale / norm, max=1.0)
+    optimizer.found_inf = (~norm.isfinite()).float()
+    for group, s in zip(optimizer.param_groups, segments, strict=True):
+        group["lr"] = learning_rate
+        group["params"][0].grad = s.grad.mul_(factor).to(s.weight.dtype)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["params"][0].grad = None
