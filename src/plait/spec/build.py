@@ -6,6 +6,7 @@ Unknown keys are errors with the closest known key; every problem is collected, 
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from math import isfinite
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from plait.spec.findings import Finding, closest, error
@@ -43,7 +44,7 @@ def check_fields(
         kind = hints[name]
         try:
             result[name] = convert(value, kind, path, findings)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             findings.append(error(path, value, f"{value!r} is not {describe(kind)}"))
     return result
 
@@ -56,28 +57,30 @@ def convert(value: Any, kind: Any, where: str, findings: list[Finding]) -> Any:
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        if value is None or value == "none" and str not in args:
+        if value is None or (value == "none" and str not in args):
             return None
         return convert(value, next(a for a in args if a is not type(None)), where, findings)
     if origin is tuple:
         parts = value.split(",") if isinstance(value, str) else list(value)
         return tuple(convert(p, args[0], where, findings) for p in parts if p != "")
+    if origin is dict:
+        return {
+            convert(k, args[0], where, findings): convert(v, args[1], where, findings)
+            for k, v in _table(value).items()
+        }
     if is_dataclass(kind):
-        return kind(**check_fields(kind, value, where, findings))
+        return kind(**check_fields(kind, _table(value), where, findings))
     if kind is bool:
-        if isinstance(value, bool):
-            return value
-        return (
-            {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
-            if str(value).lower() in ("true", "false", "1", "0")
-            else _refuse()
-        )
+        words = {"true": True, "false": False, "1": True, "0": False}
+        if str(value).lower() not in words:
+            raise ValueError(value)
+        return words[str(value).lower()]
     if kind is int:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
             raise ValueError(value)
         return int(value)
     if kind is float:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or not isfinite(float(value)):
             raise ValueError(value)
         return float(value)
     if kind is str:
@@ -87,8 +90,10 @@ def convert(value: Any, kind: Any, where: str, findings: list[Finding]) -> Any:
     return value
 
 
-def _refuse() -> Any:
-    raise ValueError
+def _table(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(value)
+    return value
 
 
 def describe(kind: Any) -> str:

@@ -65,9 +65,9 @@ class UserError(Exception):
         super().__init__("; ".join(f.line() for f in self.findings))
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None when nothing is near."""
+def closest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str | None:
+    """The known word most like `word`, or None when nothing is near (0: anything, 1: the same)."""
     known = sorted(known)
     folded = {k.lower().replace("_", "-"): k for k in known}
-    match = difflib.get_close_matches(word.lower().replace("_", "-"), folded, n=1, cutoff=0.55)
+    match = difflib.get_close_matches(word.lower().replace("_", "-"), folded, n=1, cutoff=cutoff)
     return folded[match[0]] if match else None

@@ -1,0 +1,439 @@
+"""A model from a Hugging Face `config.json`.
+
+What an architecture is beyond its config, and under which keys the config says the rest, is data:
+one `Architecture` each. What `Model` cannot express is refused rather than left out, where it
+changes the parameters or the attention.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log
+from typing import Any
+
+from plait.spec.build import check_fields
+from plait.spec.findings import Finding, UserError, closest, error
+from plait.spec.model import MLA, Model, MoE, RopeScaling
+
+#: Model field -> config keys, the first one present counts. True of most architectures.
+KEYS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner"),
+    "vocab": ("vocab_size",),
+    "seq": ("max_position_embeddings", "n_positions"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
+    "tied": ("tie_word_embeddings",),
+    "mlp_bias": ("mlp_bias",),
+    "attention_softcap": ("attn_logit_softcapping",),
+    "logit_softcap": ("final_logit_softcapping",),
+}
+
+#: hidden_act -> Model.mlp, with a gate and without one.
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+PLAIN = {
+    "gelu": "gelu",
+    "gelu_new": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_fast": "gelu-tanh",
+}
+
+#: Config key -> the values of it that `Model` expresses; absent is always one of them.
+EXPRESSED = {
+    "partial_rotary_factor": (1, None),
+    "moe_layer_freq": (1, None),
+    "add_cross_attention": (False, None),
+    "scale_attn_weights": (True, None),
+    "scale_attn_by_inverse_layer_idx": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "quantization_config": (None,),
+}
+
+_SCALED = {"mlp": "geglu", "norm_offset": True, "embed_scale": True, "tied": True}
+_MISTRAL_MOE = {
+    "experts": "num_local_experts",
+    "topk": "num_experts_per_tok",
+    "ffn": "intermediate_size",
+}
+_QWEN_MOE = {
+    "experts": ("num_experts", "num_local_experts"),
+    "topk": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
+    "every": "decoder_sparse_step",
+}
+_DEEPSEEK_MOE = {
+    "experts": "n_routed_experts",
+    "topk": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "first_dense": "first_k_dense_replace",
+}
+_DEEPSEEK_MLA = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a `model_type` means.
+
+    Attributes:
+        fixed: Model fields that no key of the config decides (a key of `KEYS` still wins).
+        attention_bias: Model fields that the key `attention_bias` sets.
+        defaults: config keys that may be left out, with what its config class then takes.
+        moe, mla: MoE and MLA fields -> config keys. moe_fixed: MoE fields of every such model.
+        pattern: without `layer_types`, one layer in `pattern` has full attention (0: none has).
+    """
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    attention_bias: tuple[str, ...] = ("qkv_bias", "o_bias")
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    moe: Mapping[str, str | tuple[str, ...]] | None = None
+    moe_fixed: Mapping[str, Any] = field(default_factory=dict)
+    mla: Mapping[str, str] | None = None
+    pattern: int = 0
+
+
+_RARELY = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 10000.0}
+_QWEN = _RARELY | {"use_sliding_window": False}
+_GEMMA = _RARELY | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
+
+ARCHITECTURES = {
+    "llama": Architecture(defaults=_RARELY),
+    "mistral": Architecture(defaults=_RARELY | {"sliding_window": 4096}),
+    "mixtral": Architecture(
+        defaults=_RARELY | {"rms_norm_eps": 1e-5, "rope_theta": 1e6}, moe=_MISTRAL_MOE
+    ),
+    "qwen2": Architecture(fixed={"qkv_bias": True}, attention_bias=(), defaults=_QWEN),
+    "qwen3": Architecture(fixed={"qk_norm": "head"}, defaults=_QWEN | {"head_dim": 128}),
+    "qwen3_moe": Architecture(fixed={"qk_norm": "head"}, defaults=_QWEN, moe=_QWEN_MOE),
+    "olmo2": Architecture(
+        fixed={"norm_at": "output", "qk_norm": "full"}, defaults=_RARELY | {"rms_norm_eps": 1e-5}
+    ),
+    "phi3": Architecture(defaults=_RARELY | {"rms_norm_eps": 1e-5}),
+    "gemma": Architecture(fixed=_SCALED, defaults=_GEMMA),
+    "gemma2": Architecture(
+        fixed=_SCALED | {"norm_at": "both"},
+        defaults=_GEMMA
+        | {
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        pattern=2,
+    ),
+    "gemma3_text": Architecture(
+        fixed=_SCALED | {"norm_at": "both", "qk_norm": "head"},
+        defaults=_GEMMA
+        | {
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+        },
+        pattern=6,
+    ),
+    "gpt2": Architecture(
+        fixed={
+            "norm": "layer",
+            "positions": "learned",
+            "tied": True,
+            "qkv_bias": True,
+            "o_bias": True,
+            "mlp_bias": True,
+        },
+        defaults={"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
+    ),
+    "deepseek_v2": Architecture(
+        attention_bias=(), defaults=_RARELY, moe=_DEEPSEEK_MOE, mla=_DEEPSEEK_MLA
+    ),
+    "deepseek_v3": Architecture(
+        attention_bias=(),
+        defaults=_RARELY,
+        moe=_DEEPSEEK_MOE,
+        moe_fixed={"router_bias": True},
+        mla=_DEEPSEEK_MLA,
+    ),
+    "gpt_oss": Architecture(
+        fixed={"qkv_bias": True, "o_bias": True, "sinks": True},
+        defaults=_RARELY | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128},
+        moe=_MISTRAL_MOE,
+        moe_fixed={"bias": True, "router_bias": True},
+        pattern=2,
+    ),
+}
+
+
+def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> Model:
+    """The model that a Hugging Face config describes.
+
+    Dropout is not taken over: it belongs to a training run. Neither is the routing rule of a
+    mixture (groups, scaling factors), which moves no parameter.
+
+    Args:
+        config: the content of `config.json`; of a multi-modal one, its `text_config` is read.
+        name: what to call the model.
+        where: named in findings, usually the file.
+
+    Raises:
+        UserError: an unknown architecture (with the nearest), sizes that are missing or make no
+            sense, and what `Model` cannot express: all at once.
+    """
+    if isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        match = closest(kind, ARCHITECTURES) if isinstance(kind, str) else None
+        known = ", ".join(ARCHITECTURES)
+        message = f"model_type {kind!r} is none of {known}"
+        raise UserError([error(f"{where}.model_type", kind, message, match, "unknown-model")])
+    arch = ARCHITECTURES[kind]
+    given = {**arch.defaults, **{k: v for k, v in config.items() if v is not None}}
+    for key in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        if key in config:  # here null says "without"
+            given[key] = config[key]
+
+    findings: list[Finding] = []
+    read = dict(arch.fixed)
+    for name_, keys in KEYS.items():
+        value = _first(given, keys)
+        if value is not None:
+            read[name_] = value
+    for bias in arch.attention_bias:
+        read[bias] = given.get("attention_bias", read.get(bias, False))
+    read["mlp"] = _activation(given, arch, where, findings)
+    numbers = check_fields(Model, read, where, findings)
+    for size in ("layers", "hidden", "heads", "vocab", "seq", *(["ffn"] if kind != "gpt2" else [])):
+        if size not in read:
+            findings.append(error(f"{where}.{KEYS[size][0]}", None, "is missing"))
+    for size in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq"):
+        if numbers.get(size, 1) < 1:
+            value = numbers[size]
+            findings.append(error(f"{where}.{size}", value, f"{size} {value} is below 1", 1))
+    _refuse_unexpressed(given, arch, where, findings)
+    if findings:
+        raise UserError(findings)
+
+    numbers["mla"] = _part(MLA, arch.mla, given, {}, where, findings)
+    if numbers["mla"] is not None:
+        numbers["head_dim"] = numbers["mla"].nope_dim + numbers["mla"].rope_dim
+    numbers["moe"] = _moe(arch, given, numbers["layers"], where, findings)
+    numbers |= _windows(arch, given, numbers["layers"], where, findings)
+    if arch.fixed.get("positions", "rope") == "rope":
+        numbers |= _rotary(given, where, findings)
+    heads, kv_heads = numbers["heads"], numbers.get("kv_heads", numbers["heads"])
+    if heads % kv_heads:
+        legal = max(d for d in range(1, kv_heads + 1) if heads % d == 0)
+        message = f"{heads} heads are no multiple of {kv_heads} KV heads"
+        findings.append(error(f"{where}.num_key_value_heads", kv_heads, message, legal))
+    if "head_dim" not in numbers and numbers["hidden"] % heads:
+        message = f"hidden {numbers['hidden']} is no multiple of {heads} heads"
+        findings.append(error(f"{where}.num_attention_heads", heads, message))
+    if findings:
+        raise UserError(findings)
+    scalar = given.get("query_pre_attn_scalar")
+    if isinstance(scalar, int | float) and scalar > 0:
+        numbers["attention_scale"] = scalar**-0.5
+    elif numbers["mla"] is not None:
+        numbers |= _mla_scale(given, numbers["head_dim"])
+    return Model.of(name, **numbers)
+
+
+def _first(given: Mapping[str, Any], keys: str | tuple[str, ...]) -> Any:
+    keys = (keys,) if isinstance(keys, str) else keys
+    return next((given[k] for k in keys if given.get(k) is not None), None)
+
+
+def _activation(
+    given: Mapping[str, Any], arch: Architecture, where: str, findings: list[Finding]
+) -> str:
+    key = next(k for k in ("hidden_activation", "activation_function", "hidden_act") if k in given)
+    act = given[key]
+    known = PLAIN if arch.fixed.get("positions") == "learned" else GATED
+    if arch.fixed.get("mlp") == "geglu":
+        # Gemma's first configs say "gelu" and mean its tanh form.
+        known = {"gelu": "geglu"} | {k: v for k, v in GATED.items() if v == "geglu"}
+    if act in known:
+        return known[act]
+    message = f"activation {act!r} is none of {', '.join(known)}"
+    findings.append(error(f"{where}.{key}", act, message, closest(str(act), known)))
+    return next(iter(known.values()))
+
+
+def _refuse_unexpressed(
+    given: Mapping[str, Any], arch: Architecture, where: str, findings: list[Finding]
+) -> None:
+    expressed = dict(EXPRESSED)
+    if not arch.attention_bias and "qkv_bias" not in arch.fixed:
+        expressed["attention_bias"] = (False, None)
+    for key, values in expressed.items():
+        if given.get(key) not in values and key != "quantization_config":
+            message = f"{key} {given[key]!r} is not something that plait's model has"
+            findings.append(error(f"{where}.{key}", given[key], message, values[0]))
+
+
+def _part(
+    cls: type,
+    keys: Mapping[str, Any] | None,
+    given: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    where: str,
+    findings: list[Finding],
+) -> Any:
+    """An MoE or MLA out of its keys of the config; None for an architecture without."""
+    if keys is None:
+        return None
+    read = {name: _first(given, key) for name, key in keys.items()}
+    read = dict(fixed) | {name: value for name, value in read.items() if value is not None}
+    before = len(findings)
+    values = check_fields(cls, read, where, findings)
+    for name, value in values.items():
+        low = 0 if name in ("shared", "first_dense") else 1
+        if not isinstance(value, bool) and value < low:
+            findings.append(error(f"{where}.{name}", value, f"{value} is below {low}", low))
+    needed = ("kv_rank", "nope_dim", "rope_dim", "v_dim") if cls is MLA else ("topk", "ffn")
+    for name in needed:
+        if name not in read:
+            key = keys[name] if isinstance(keys[name], str) else keys[name][0]
+            findings.append(error(f"{where}.{key}", None, "is missing"))
+    return cls(**values) if len(findings) == before else None
+
+
+def _moe(
+    arch: Architecture,
+    given: Mapping[str, Any],
+    layers: int,
+    where: str,
+    findings: list[Finding],
+) -> MoE | None:
+    if arch.moe is None or _first(given, arch.moe["experts"]) is None:
+        return None  # a DeepSeek config without experts is dense
+    moe = _part(MoE, arch.moe, given, arch.moe_fixed, where, findings)
+    dense = given.get("mlp_only_layers") or []
+    if moe is not None and dense:
+        if sorted(dense) != list(range(len(dense))) or moe.every > 1 or len(dense) > layers:
+            message = "only leading layers can be dense in plait's model"
+            findings.append(error(f"{where}.mlp_only_layers", dense, message, []))
+        return MoE(**(vars(moe) | {"first_dense": len(dense)}))
+    if moe is not None and moe.topk > moe.experts:
+        message = f"{moe.topk} of {moe.experts} experts cannot be chosen"
+        findings.append(error(f"{where}.num_experts_per_tok", moe.topk, message, moe.experts))
+    return moe
+
+
+def _windows(
+    arch: Architecture,
+    given: Mapping[str, Any],
+    layers: int,
+    where: str,
+    findings: list[Finding],
+) -> dict[str, int | None]:
+    """window and full_every."""
+    window = given.get("sliding_window")
+    if not window or given.get("use_sliding_window") is False:
+        return {}
+    if not isinstance(window, int) or window < 1:
+        message = f"{window!r} is not a positive whole number"
+        findings.append(error(f"{where}.sliding_window", window, message))
+        return {}
+    types = given.get("layer_types")
+    if types is None:
+        pattern = _first(given, ("sliding_window_pattern", "_sliding_window_pattern"))
+        pattern = pattern if isinstance(pattern, int) else arch.pattern
+        full = [i for i in range(layers) if pattern and i % pattern == pattern - 1]
+        if given.get("use_sliding_window"):  # Qwen: the first layers see everything
+            full = list(range(min(layers, given.get("max_window_layers", 0))))
+    else:
+        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+        if unknown or len(types) != layers:
+            message = (
+                f"{', '.join(unknown)} is not something that plait's model has"
+                if unknown
+                else f"names {len(types)} layers of {layers}"
+            )
+            findings.append(error(f"{where}.layer_types", len(types), message))
+            return {}
+        full = [i for i, t in enumerate(types) if t == "full_attention"]
+    if len(full) == layers:
+        return {}
+    if not full:
+        return {"window": window}
+    every = full[0] + 1
+    if full != list(range(every - 1, layers, every)):
+        message = "full attention must come in every n-th layer for plait's model"
+        findings.append(error(f"{where}.layer_types", full, message))
+    return {"window": window, "full_every": every}
+
+
+def _rotary(
+    given: Mapping[str, Any], where: str, findings: list[Finding]
+) -> dict[str, float | RopeScaling | None]:
+    """The rotary fields, from `rope_theta` with `rope_scaling` or from `rope_parameters`."""
+    key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
+    rope = given.get(key) or {}
+    if not isinstance(rope, Mapping):
+        findings.append(error(f"{where}.{key}", rope, f"{rope!r} is not a table"))
+        return {}
+    local = given.get("rope_local_base_freq")
+    if isinstance(rope.get("full_attention"), Mapping):
+        local = rope.get("sliding_attention", {}).get("rope_theta", local)
+        rope = rope["full_attention"]
+    if rope.get("partial_rotary_factor", 1) != 1:
+        message = "rotating a part of each head is not something that plait's model has"
+        factor = rope["partial_rotary_factor"]
+        findings.append(error(f"{where}.{key}.partial_rotary_factor", factor, message, 1.0))
+    result = {"rope_theta": rope.get("rope_theta", given["rope_theta"])}
+    if local is not None:
+        result["rope_local_theta"] = local
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        names = {
+            "factor": "factor",
+            "original": "original_max_position_embeddings",
+            "low": "beta_slow" if kind == "yarn" else "low_freq_factor",
+            "high": "beta_fast" if kind == "yarn" else "high_freq_factor",
+            "attention_factor": "attention_factor",
+        }
+        scaling = {name: rope[k] for name, k in names.items() if rope.get(k) is not None}
+        if kind == "yarn":
+            scaling = {"low": 1.0, "high": 32.0} | scaling
+            if "mscale" in rope and "mscale_all_dim" in rope and "attention_factor" not in rope:
+                one, other = _mscale(rope, "mscale"), _mscale(rope, "mscale_all_dim")
+                scaling["attention_factor"] = one / other
+        if kind not in ("linear", "llama3", "yarn"):
+            message = f"rope scaling {kind!r} is none of linear, llama3, yarn"
+            match = closest(str(kind), ("linear", "llama3", "yarn"))
+            findings.append(error(f"{where}.{key}.rope_type", kind, message, match))
+        elif "factor" not in scaling:
+            findings.append(error(f"{where}.{key}.factor", None, "is missing"))
+        else:
+            result["rope_scaling"] = {"kind": kind} | scaling
+    return check_fields(Model, result, where, findings)
+
+
+def _mscale(rope: Mapping[str, Any], key: str) -> float:
+    """Yarn's correction of the logits for a longer context: 0.1 m ln(factor) + 1."""
+    factor, m = rope.get("factor"), rope.get(key)
+    known = isinstance(factor, int | float) and isinstance(m, int | float)
+    return 0.1 * m * log(factor) + 1.0 if known and factor > 1 else 1.0
+
+
+def _mla_scale(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """DeepSeek multiplies the scores by the square of yarn's correction."""
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
+        return {}
+    if not rope.get("mscale_all_dim"):
+        return {}
+    return {"attention_scale": head_dim**-0.5 * _mscale(rope, "mscale_all_dim") ** 2}
