@@ -48,7 +48,9 @@ def apply_tensor_parallel(module: nn.Module, model: Model, mesh: Mesh) -> None:
     if module.head is not None:
         module.head.fan_out = columns
         module.head.cross_entropy = VocabCrossEntropy(axis, model.vocab)
-        module.head.whole_logits = lambda logits: gather_columns(logits, axis)[:, : model.vocab]
+        module.head.register_forward_hook(
+            lambda _, __, out: gather_columns(out, axis)[:, : model.vocab] if out.dim() else out
+        )
     if rows:
         for name, child in module.named_modules():
             if name.rpartition(".")[2].endswith("dropout"):

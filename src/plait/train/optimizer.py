@@ -46,7 +46,8 @@ def apply_update(
     """
     factor = torch.full_like(norm, 1 / loss_scale)
     if clip > 0:
-        factor = factor * torch.clamp(clip * loss_scale / norm, max=1.0)
+        # The 1e-6 is that of torch.nn.utils.clip_grad_norm_ and of Megatron-LM.
+        factor = factor * torch.clamp(clip / (norm / loss_scale + 1e-6), max=1.0)
     optimizer.found_inf = (~norm.isfinite()).float()
     for group, s in zip(optimizer.param_groups, segments, strict=True):
         group["lr"] = learning_rate

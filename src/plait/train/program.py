@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.models.layers import Dropout
 from plait.models.random import initial
 from plait.models.transformer import Transformer
 from plait.parallel.data import DataParallel, Dtypes
@@ -61,7 +62,9 @@ class Program:
         self.job, self.mesh, self.device = job, mesh, device
         with torch.device("meta"):
             self.module = Transformer(job.model)
-        self.module.set_seed(job.train.seed)
+        for module in self.module.modules():
+            if isinstance(module, Dropout):
+                module.seed = job.train.seed
         apply_tensor_parallel(self.module, job.model, mesh)
         apply_recompute(self.module, mesh.layout, mesh.scope)
         self.engine = DataParallel(

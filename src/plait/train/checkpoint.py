@@ -1,0 +1,184 @@
+"""Checkpoints that know no layout: boxes of whole parameters under their names.
+
+Written and read through torch.distributed.checkpoint, whose protocol for sharded objects `Boxes`
+speaks: a rank gives the boxes that it holds, and on reading any other set of boxes is filled from
+them. So a run saved under one layout goes on under another.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from plait.spec.findings import Finding, UserError, error
+from plait.spec.job import Job
+from plait.train.program import Program
+
+STEP_FOLDER = "step-{:08d}"
+ABOUT = "plait.json"
+
+
+class Boxes:
+    """The boxes of one whole tensor that this rank holds."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self.boxes: dict[torch.Size, Tensor] = {}
+
+    def add(self, offset: tuple[int, ...], values: Tensor) -> None:
+        """values: the box at `offset`, a view of the memory that is saved or filled."""
+        self.boxes[torch.Size(offset)] = values
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offset, values.shape),
+                    properties=TensorProperties(self.dtype),
+                    size=self.shape,
+                ),
+            )
+            for offset, values in self.boxes.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offset, v.shape) for offset, v in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.boxes[index.offset]
+
+
+def state_dict(program: Program) -> dict[str, Any]:
+    """Weights and optimizer states in the master dtype, as boxes: "<slot>.<parameter>"."""
+    engine, optimizer = program.engine, program.optimizer
+    _make_states(optimizer)
+    result: dict[str, Any] = {}
+    for piece, i, s in engine.held():
+        parameter = optimizer.param_groups[i]["params"][0]
+        slots = {"weight": parameter} | optimizer.state[parameter]
+        for slot in ("weight", "exp_avg", "exp_avg_sq"):
+            values = slots[slot][s].view(piece.size)
+            key = f"{slot}.{piece.parameter.name}"
+            boxes = result.setdefault(key, Boxes(piece.parameter.shape, values.dtype))
+            boxes.add(piece.offset, values)
+    return result
+
+
+def _make_states(optimizer: torch.optim.AdamW) -> None:
+    """Adam's states before the first step, so that there is something to read into."""
+    for group in optimizer.param_groups:
+        p = group["params"][0]
+        if not optimizer.state[p]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+
+
+def save(program: Program, job: Job, step: int, folder: Path, extra: dict[str, Any]) -> Path:
+    """Saves the state after `step` optimizer steps; all ranks call it. Returns the folder.
+
+    Written beside its final place and renamed when it is whole: what is there is complete.
+    extra: what else a resumed run needs (JSON), such as the loss scale.
+    """
+    final = folder / STEP_FOLDER.format(step)
+    partial = folder / f".{final.name}.partial"
+    first = program.mesh.rank == 0
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier(program)
+    writer = dcp.FileSystemWriter(partial, sync_files=True)
+    dcp.save(state_dict(program), storage_writer=writer, no_dist=program.mesh.layout.world == 1)
+    if first:
+        updates = max((int(s["step"]) for s in program.optimizer.state.values()), default=step)
+        about = {"step": step, "updates": updates, "model": job.model.name, **extra}
+        (partial / ABOUT).write_text(json.dumps(about) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        for old in complete(folder)[: -job.checkpoint.keep or None]:
+            if job.checkpoint.keep and old != final:
+                shutil.rmtree(old)
+    _barrier(program)
+    return final
+
+
+def complete(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, oldest first."""
+    return sorted(p.parent for p in folder.glob(f"step-*/{ABOUT}"))
+
+
+def find(path: str) -> Path:
+    """The checkpoint that a person means: a checkpoint, or the newest in a folder of them.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Path(path)
+    if (folder / ABOUT).is_file():
+        return folder
+    found = complete(folder) if folder.is_dir() else []
+    if not found:
+        kind = "no such folder" if not folder.exists() else "no complete checkpoint in it"
+        raise UserError([error("checkpoint.resume", path, f"{path}: {kind}")])
+    return found[-1]
+
+
+def load(program: Program, folder: Path) -> dict[str, Any]:
+    """Reads a checkpoint into this rank's pieces, whatever layout wrote it.
+
+    Returns:
+        What `save` was told: step, updates, extra.
+
+    Raises:
+        UserError: it is another model's, or cannot be read.
+    """
+    where = "checkpoint.resume"
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+        state = state_dict(program)
+        problems = _mismatches(state, dcp.FileSystemReader(folder).read_metadata(), folder)
+        if problems:
+            raise UserError(problems)
+        dcp.load(state, checkpoint_id=folder, no_dist=program.mesh.layout.world == 1)
+    except UserError:
+        raise
+    except Exception as e:
+        message = str(e).strip().split("\n")[-1] or type(e).__name__
+        raise UserError([error(where, str(folder), f"{folder}: cannot be read: {message}")]) from e
+    for s in program.optimizer.state.values():
+        s["step"].fill_(about["updates"])
+    program.engine.publish(wait=True)
+    return about
+
+
+def _mismatches(state: dict[str, Boxes], metadata: Any, folder: Path) -> list[Finding]:
+    saved = metadata.state_dict_metadata
+    findings = []
+    for key, boxes in state.items():
+        have = tuple(saved[key].size) if key in saved else None
+        if have != tuple(boxes.shape):
+            what = f"holds it as {list(have)}" if have else "does not hold it"
+            message = f"{folder} {what}, the model has {key} as {list(boxes.shape)}"
+            findings.append(error("checkpoint.resume", str(folder), message))
+    return findings[:5]
+
+
+def _barrier(program: Program) -> None:
+    if program.mesh.layout.world > 1:
+        dist.barrier()
