@@ -1,0 +1,19 @@
+"""What is illegal about a job, and what is legal and a pity."""
+
+from plait.rules import legality, pitfalls
+from plait.spec.findings import Finding
+from plait.spec.job import Job
+
+
+def check(job: Job, purpose: str = "train") -> list[Finding]:
+    """Every finding of every rule: errors first, then warnings and notes.
+
+    Args:
+        purpose: "train" adds what only matters to a run on text; see `plait.spec.jobfile`.
+    """
+    rules = legality.RULES + pitfalls.RULES
+    if purpose == "train":
+        rules = legality.TRAIN_RULES + rules
+    found = [finding for rule in rules for finding in rule(job)]
+    order = ("error", "warning", "note")
+    return sorted(found, key=lambda f: order.index(f.level))

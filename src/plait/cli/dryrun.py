@@ -1,0 +1,26 @@
+"""plait dryrun: one rank of a layout under fake tensors, held against the formulas."""
+
+from plait.cli.arguments import job_parser, load_job, model_or_file, parse
+from plait.cli.explain import show
+from plait.spec.findings import UserError
+
+_WORDS = """\
+Run the training program of one rank with fake tensors and no other ranks, at any size, and
+compare what it sends and holds with what `plait explain` says. Exit code 1: they differ."""
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    usage = "MODEL --gpus GPU:COUNT [--tp N] ...  |  plait dryrun JOB.toml ..."
+    given, words, findings = parse(argv, job_parser("dryrun", usage, _WORDS))
+    file, model, more = model_or_file(words)
+    job, found = load_job("plan", given, [*findings, *more], file=file, model=model)
+    errors = [f for f in found if f.level == "error"]
+    if errors:  # an illegal layout can be explained, but not run
+        raise UserError(errors)
+
+    from plait.trace.dryrun import dryrun
+
+    answer = dryrun(job, found)
+    show(answer, given["json"])
+    return 0 if answer["agree"] else 1

@@ -1,0 +1,176 @@
+"""What is legal and costs more than it need: warnings and notes, with numbers.
+
+Each rule is one function that yields findings; `suggest` holds what would avoid the cost. The
+numbers are estimates that say how much is at stake; the exact ones are the ledger's.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from plait.rules.legality import legal_tp
+from plait.spec.cluster import Cluster
+from plait.spec.findings import Finding, Level
+from plait.spec.job import DTYPE_BYTES, Job
+from plait.spec.layout import Layout, divisors
+from plait.spec.parameters import parameter_count
+
+
+def _finding(
+    level: Level, rule: str, where: str, value: Any, message: str, suggest: dict[str, Any]
+) -> Finding:
+    return Finding(level, rule, message, where, value, suggest)
+
+
+def _bytes(n: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:.0f} bytes"
+
+
+def _element(job: Job) -> int:
+    """Bytes of one activation: "auto" is bfloat16 on the GPUs of a cluster."""
+    auto = "float32" if job.cluster is None else "bfloat16"
+    return DTYPE_BYTES.get(auto if job.train.dtype == "auto" else job.train.dtype, 4)
+
+
+def _stream(job: Job) -> int:
+    """Bytes of the residual stream of one micro batch: [tokens, hidden]."""
+    layout = job.layout
+    tokens = layout.micro_batch * job.train.seq_len // layout.cp
+    return tokens * job.model.hidden * _element(job)
+
+
+def _leaves_domain(cluster: Cluster | None, inner: int, degree: int, world: int) -> bool:
+    """Whether some group of `degree` ranks, `inner` apart, leaves the fast domain."""
+    if cluster is None or degree == 1 or world <= cluster.fast_domain:
+        return False
+    return cluster.fast_domain % (inner * degree) != 0
+
+
+def _slow(cluster: Cluster) -> str:
+    """The slow link in words, with its speed where it is known."""
+    if cluster.nic is None:
+        return "the slow links"
+    return f"links of {cluster.nic / 1e9:.0f} GB/s instead of {cluster.link / 1e9:.0f} GB/s"
+
+
+def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
+    """Tensor parallelism sends in every layer, and waits for it: it belongs on fast links."""
+    layout, cluster = job.layout, job.cluster
+    if not _leaves_domain(cluster, 1, layout.tp, layout.world):
+        return
+    # In units of an all-gather or reduce-scatter of the stream, forward and backward of a
+    # layer: 2 all-reduces each way are 8; under sequence parallelism backward gathers both
+    # inputs once more, which makes 10.
+    passes = 10 if layout.sequence_parallel else 8
+    sent = passes * _stream(job) * (layout.tp - 1) / layout.tp
+    domain = cluster.fast_domain
+    best = max(t for t in legal_tp(job.model) if t < layout.tp and domain % t == 0)
+    message = (
+        f"tp {layout.tp} leaves the fast domain of {domain} devices: each layer sends "
+        f"{_bytes(sent)} per rank and micro batch over {_slow(cluster)}"
+    )
+    if cluster.nic:
+        fast, slow = sent / cluster.link * 1e3, sent / cluster.nic * 1e3
+        message += f" ({slow:.2g} ms instead of {fast:.2g} ms)"
+    where = "layout.tp"
+    yield _finding("warning", "tp-beyond-fast-domain", where, layout.tp, message, {where: best})
+
+
+def zero_3_over_slow_links(job: Job) -> Iterator[Finding]:
+    """ZeRO-3 gathers every parameter twice a micro batch: over slow links that is felt."""
+    layout, cluster = job.layout, job.cluster
+    if layout.zero != 3 or not _leaves_domain(cluster, layout.tp, layout.fsdp, layout.world):
+        return
+    local = parameter_count(job.model) / (layout.tp * layout.pp) * _element(job)
+    gathered = 2 * job.train.accumulation * local * (layout.fsdp - 1) / layout.fsdp
+    suggest: dict[str, Any] = {"layout.zero": 2}
+    inside = [
+        d for d in divisors(layout.dp) if cluster.fast_domain % (layout.tp * layout.cp * d) == 0
+    ]
+    hint = "zero 2 gathers once a step"
+    if inside and inside[-1] > 1:
+        shard = inside[-1]
+        suggest |= {"layout.dp_shard": shard, "layout.dp_replicate": layout.dp // shard}
+        hint += f"; HSDP (dp_shard {shard}) gathers inside the fast domain"
+    message = (
+        f"zero 3 gathers {_bytes(gathered)} per rank and step over {_slow(cluster)}, since "
+        f"{layout.fsdp} shards leave the fast domain of {cluster.fast_domain} devices; {hint}"
+    )
+    yield _finding("warning", "zero-3-over-slow-links", "layout.zero", 3, message, suggest)
+
+
+def kv_replication(job: Job) -> Iterator[Finding]:
+    """More tp ranks than KV heads: each head is held and computed several times."""
+    tp, kv = job.layout.tp, job.model.kv_heads
+    if job.model.mla is None and tp > kv and tp % kv == 0:
+        message = f"{kv} KV heads on {tp} tp ranks: each is held and computed {tp // kv} times"
+        where = "layout.tp"
+        yield _finding("note", "kv-replication", where, tp, message, {where: kv})
+
+
+def accumulation_traffic(job: Job) -> Iterator[Finding]:
+    """ZeRO-2 and 3 reduce gradients, and ZeRO-3 gathers parameters, in every micro batch."""
+    layout, m = job.layout, job.train.accumulation
+    if layout.zero < 2 or m == 1 or layout.fsdp == 1:
+        return
+    once = "1 all-gather and 1 reduce-scatter"
+    if layout.zero == 2:
+        message = f"zero 2 sends 1 all-gather and {m} reduce-scatters of the model a step"
+    else:
+        message = f"zero 3 sends {2 * m} all-gathers and {m} reduce-scatters of the model a step"
+    message += f" (accumulation {m}); zero 1 sends {once}, and larger micro batches less"
+    suggest = {"layout.zero": 1, "layout.micro_batch": layout.micro_batch * m}
+    where = "train.accumulation"
+    yield _finding("warning", "accumulation-traffic", where, m, message, suggest)
+
+
+def tensor_without_sequence(job: Job) -> Iterator[Finding]:
+    """Without sequence parallelism every tp rank keeps the inputs of norms and maps whole."""
+    layout = job.layout
+    if layout.tp == 1 or layout.sequence_parallel:
+        return
+    # Kept for backward: the inputs of the two norms and of the two fans of linear maps.
+    kept = 4 * _stream(job)
+    where = "layout.sequence_parallel"
+    message = (
+        f"without it each of the {layout.tp} tp ranks keeps about {_bytes(kept)} per layer and "
+        f"micro batch that could be cut to {_bytes(kept / layout.tp)}"
+    )
+    suggest = {where: True}
+    yield _finding("warning", "tp-without-sequence-parallel", where, False, message, suggest)
+
+
+def option_without_axis(job: Job) -> Iterator[Finding]:
+    """An option whose axis has one rank does nothing; it is not switched off, only named."""
+    layout, default = job.layout, Layout()
+    needs = {
+        "sequence_parallel": ("tp", layout.tp),
+        "ulysses": ("cp", layout.cp),
+        "cp_method": ("cp", layout.cp),
+        "vpp": ("pp", layout.pp),
+        "schedule": ("pp", layout.pp),
+        "stages": ("pp", layout.pp),
+        "zero": ("dp_shard x cp", layout.fsdp),
+    }
+    for name, (axis, degree) in needs.items():
+        value = getattr(layout, name)
+        # zero 1 is what everybody gets without asking.
+        idle = value == getattr(default, name) or (name == "zero" and value == 0)
+        if degree == 1 and not idle:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            message = f"{name} {shown} does nothing: {axis} is 1"
+            where = f"layout.{name}"
+            suggest = {} if name == "stages" else {where: getattr(default, name)}
+            yield _finding("warning", "option-without-axis", where, value, message, suggest)
+
+
+RULES = (
+    tensor_beyond_fast_domain,
+    zero_3_over_slow_links,
+    kv_replication,
+    accumulation_traffic,
+    tensor_without_sequence,
+    option_without_axis,
+)
