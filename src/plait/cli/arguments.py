@@ -146,10 +146,8 @@ def _pair(
             tidy.append(token)
         elif flag not in flags:
             match = closest(flag, (*flags, *switches[:2]))
-            message = f"no such flag{f'; did you mean {match}?' if match else ''}"
-            suggest = {flag: match} if match else {}
             text = text if equals else _text(rest)
-            findings.append(Finding("error", "unknown-flag", message, flag, text, suggest))
+            findings.append(error(flag, text, "no such flag", match, "unknown-flag"))
         elif equals:
             tidy.append(f"{flag}={text}")
         elif (following := _text(rest)) is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
 
-from plait.spec.findings import Finding, UserError, closest
+from plait.spec.findings import Finding, UserError, closest, error
 
 COMMANDS = {
     "train": "train a model, on this machine or under torchrun or SLURM",
@@ -62,8 +62,7 @@ def _dispatch(argv: list[str]) -> int:
         match = closest(name, COMMANDS)
         kind = "flag before the command" if name.startswith("-") else "command"
         message = f"no such {kind}; commands are {', '.join(COMMANDS)}"
-        suggest = {name: match} if match else {}
-        raise UserError([Finding("error", "unknown-command", message, name, name, suggest)])
+        raise UserError([error(name, name, message, match, "unknown-command")])
     return import_module(f"plait.cli.{name}").run(rest)
 
 

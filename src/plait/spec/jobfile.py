@@ -156,9 +156,7 @@ def draft_job(
     layout, whole = _layout(purpose, size, tables["layout"], _start_default(given, world), findings)
     train = Train(**_positive(check_fields(Train, tables["train"], "train", findings), findings))
     data = Data(**check_fields(Data, tables["data"], "data", findings))
-    checkpoint = Checkpoint(
-        **check_fields(Checkpoint, tables["checkpoint"], "checkpoint", findings)
-    )
+    kept = Checkpoint(**check_fields(Checkpoint, tables["checkpoint"], "checkpoint", findings))
     if spec is None:
         return None, findings
 
@@ -248,8 +246,7 @@ def _override(given: dict[str, Any], overrides: Mapping[str, Any], findings: lis
 
 def _unknown(path: str, value: Any, known: Iterable[str]) -> Finding:
     match = closest(path, known)
-    message = f"no such key{f'; did you mean {match}?' if match else ''}"
-    return Finding("error", "unknown-key", message, path, value, {path: match} if match else {})
+    return error(path, value, "no such key", match, "unknown-key")
 
 
 def _top_fields(given: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
@@ -258,9 +255,7 @@ def _top_fields(given: Mapping[str, Any], findings: list[Finding]) -> dict[str, 
         # A key that belongs into a table, or into none.
         known_keys = SHORT | {name: name for name in (*known, *TABLES)}
         match = known_keys.get(closest(key, known_keys))
-        message = f"no such key{f'; did you mean {match}?' if match else ''}"
-        suggest = {key: match} if match else {}
-        findings.append(Finding("error", "unknown-key", message, key, given[key], suggest))
+        findings.append(error(key, given[key], "no such key", match, "unknown-key"))
     return check_fields(_Top, {k: v for k, v in given.items() if k in known}, "", findings)
 
 
