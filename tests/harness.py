@@ -5,10 +5,10 @@ second and not the six that a launch takes. `OMP_NUM_THREADS=1` must be set befo
 imported (conftest.py does): a fork after a multi-threaded operation would deadlock.
 """
 
-import itertools
 import multiprocessing
 import os
 import pickle
+import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,29 +34,30 @@ from plait.train.schedule import learning_rate
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 60.0
-_RUNS = itertools.count()
 
 
 class RankFailed(AssertionError):
     """A rank raised; carries its traceback."""
 
 
-def store() -> dist.TCPStore:
-    """The server that all runs of this process meet at (each under a prefix of its own)."""
-    if not hasattr(store, "server"):
-        store.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store.server
-
-
 def _rank_main(
-    rank: int, world: int, port: int, run: int, pipe: Any, function: Callable, args: tuple
+    rank: int, world: int, listener: socket.socket, pipe: Any, function: Callable, args: tuple
 ) -> None:
     try:
-        client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        prefixed = dist.PrefixStore(f"run{run}", client)
+        # Rank 0 serves the store on the socket that the parent has bound: the parent itself must
+        # have no thread of torch's, a fork would copy its locks and not the thread.
+        store = dist.TCPStore(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            world,
+            is_master=rank == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=TIMEOUT / 2),
+            master_listen_fd=listener.fileno() if rank == 0 else None,
+        )
         dist.init_process_group(
             "gloo",
-            store=prefixed,
+            store=store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=TIMEOUT / 2),
@@ -78,18 +79,19 @@ def run_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
     Raises:
         RankFailed: with the traceback of the first rank that raised or never answered.
     """
-    port, run = store().port, next(_RUNS)
+    listener = socket.create_server(("127.0.0.1", 0))
     ranks = []
     for rank in range(world):
         here, there = FORK.Pipe(duplex=False)
         process = FORK.Process(
-            target=_rank_main, args=(rank, world, port, run, there, function, args), daemon=True
+            target=_rank_main, args=(rank, world, listener, there, function, args), daemon=True
         )
         process.start()
         there.close()
         ranks.append((process, here))
+    listener.close()
     results, failures = [], []
-    for rank, (process, pipe) in enumerate(ranks):
+    for rank, (_, pipe) in enumerate(ranks):
         try:
             assert pipe.poll(TIMEOUT), f"rank {rank} gave no answer in {TIMEOUT} s"
             good, value = pickle.loads(pipe.recv_bytes())
