@@ -1,0 +1,122 @@
+"""The answer about one layout: what a rank holds and sends, whether it fits, what to know.
+
+One dict that goes out as JSON as it is and that `report/text.py` draws for people. Nothing here
+imports torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from plait.cost.memory import memory
+from plait.cost.traffic import traffic
+from plait.spec.findings import Finding
+from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid
+from plait.spec.job import Job
+from plait.spec.parameters import active_count, parameter_count
+
+#: What the caching allocator holds beyond what is allocated: blocks are rounded, and freed ones do
+#: not always suit the next request. States are allocated once and leave no holes, so it is a
+#: share of what comes and goes. An estimate; on a device it is
+#: max_memory_reserved - max_memory_allocated.
+ALLOCATOR_SHARE = 0.1
+#: CUDA's context and loaded kernels, bytes. An estimate (0.5 to 1.5 GB are reported); on a device
+#: it is what nvidia-smi shows beyond memory_reserved before the first collective.
+CONTEXT_BYTES = 768 * 2**20
+#: NCCL's channel buffers of one communicator, bytes. An estimate (1 to 4 GB are reported for
+#: programs with many groups).
+COMMUNICATOR_BYTES = 256 * 2**20
+
+_TIMES = (
+    "step_seconds low high compute_seconds exposed_communication_seconds "
+    "tokens_per_second_per_gpu model_tflops_per_gpu mfu"
+).split()
+_BUBBLES = ("step_total", "step_ideal", "span_total", "span_ideal")
+_STATES = ("parameters", "gradients", "optimizer")
+
+
+def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The REPORT of a job: plain dicts, lists, numbers, ready for JSON.
+
+    With an error among the findings the layout is only described; what would be computed is None
+    and it does not fit. Without a cluster nothing says how much a device holds: `fits` is None.
+
+    Memory is bytes of one rank, an entry of `by_stage` for each moment of a step: what is alive
+    when that moment is at its fullest. A layout fits where peak + reserved + context <= device.
+    Traffic is bytes of one rank in one optimizer step.
+    """
+    layout, batch, model = job.layout, job.batch, job.model
+    dense, expert = dense_grid(layout), expert_grid(layout)
+    legal = all(f.level != "error" for f in findings)
+    held = _memory(job) if legal else _unknown_memory(job)
+    fits = held["margin_bytes"] is None or held["margin_bytes"] >= 0
+    return {
+        "model": asdict(model)
+        | {"parameters": parameter_count(model), "active_parameters": active_count(model)},
+        "cluster": None if job.cluster is None else asdict(job.cluster),
+        "world": layout.world,
+        "layout": asdict(layout),
+        "grids": {"dense": _sizes(dense), "expert": _sizes(expert)},
+        "batch": {
+            "micro": batch.micro,
+            "global": batch.global_,
+            "accumulation": batch.accumulation,
+            "seq_len": job.train.seq_len,
+            "tokens_per_step": batch.global_ * job.train.seq_len,
+            "dtype": job.train.dtype,
+            "grad_dtype": job.train.grad_dtype,
+        },
+        "findings": [asdict(f) for f in findings],
+        "fits": (None if job.cluster is None else fits) if legal else False,
+        "memory": held,
+        "traffic": _traffic(job, dense) if legal else None,
+        "bubble": dict.fromkeys(_BUBBLES, 0.0 if legal and layout.pp == 1 else None),
+        "time": dict.fromkeys(_TIMES),
+        "serving": None,
+    }
+
+
+def _sizes(grid: Grid) -> dict[str, int]:
+    return dict(zip(grid.axes, grid.sizes, strict=True))
+
+
+def _memory(job: Job) -> dict[str, Any]:
+    rows = [asdict(row) for row in memory(job)]
+    fullest = max(rows, key=lambda row: row["total"])
+    device = job.cluster.memory if job.cluster else None
+    passing = fullest["total"] - sum(fullest[name] for name in _STATES)
+    layout = job.layout
+    # A communicator for each axis, for the whole world, and for what several axes are made of.
+    sizes = (layout.tp, layout.cp, layout.fsdp, layout.dp_replicate, layout.pp, layout.world)
+    communicators = sum(size > 1 for size in sizes)
+    reserved = round(passing * ALLOCATOR_SHARE)
+    context = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
+    used = fullest["total"] + reserved + context
+    return {
+        "device_bytes": device,
+        "peak_bytes": fullest["total"],
+        "reserved_bytes": reserved,
+        "context_bytes": context,
+        "margin_bytes": None if device is None else device - used,
+        "by_stage": rows,
+    }
+
+
+def _unknown_memory(job: Job) -> dict[str, Any]:
+    unknown = ("peak_bytes", "reserved_bytes", "context_bytes", "margin_bytes", "by_stage")
+    device = job.cluster.memory if job.cluster else None
+    return {"device_bytes": device} | dict.fromkeys(unknown)
+
+
+def _traffic(job: Job, grid: Grid) -> list[dict[str, Any]]:
+    ledger = traffic(job)
+    far = {e.axis for e in ledger.entries if _leaves_domain(job, grid, e.axis)}
+    return [asdict(row) for row in ledger.rows(inter_node=far)]
+
+
+def _leaves_domain(job: Job, grid: Grid, axis: str) -> bool:
+    """Whether some group of an axis has members that only slow links join."""
+    if job.cluster is None:
+        return False
+    axes = grid.axes if axis == "world" else FLATTENED.get(axis, (axis,))
+    return any(job.cluster.crosses(group) for group in grid.groups(*axes))

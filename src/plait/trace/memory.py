@@ -1,0 +1,173 @@
+"""Measured memory: every storage that one rank's program holds, by class, moment by moment.
+
+Works on a live run and under fake tensors alike: what counts is the size that a storage says it
+has. Storages are seen where torch dispatches the operation that makes them, and are gone when
+Python's last reference is.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from plait.cost.ledger import MEMORY_CLASSES, StageMemory
+from plait.train.program import Program
+
+#: Moment of a step by the phase of the program. From head to loss and back it is "loss".
+MOMENTS = {
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "recompute": "backward",
+    "norm": "optimizer",
+    "optimizer": "optimizer",
+}
+#: Collectives whose whole side is a buffer: position of that tensor among the arguments.
+_WHOLE_SIDE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Follows the memory of a program while it is entered.
+
+        with MemoryTracker(program) as tracker:
+            program.step(...)
+        tracker.rows()
+
+    What the program already holds is counted from the start. Not counted: the allocator's
+    rounding, and what kernels use inside.
+
+    Attributes:
+        current: class -> bytes now, without what ZeRO-3 has gathered.
+        peaks: moment -> class -> bytes, when their sum was largest in that moment.
+    """
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self.program, self.scope = program, program.mesh.scope
+        self.buckets, self.zero = program.engine.buckets, program.engine.stage
+        self.current = dict.fromkeys(MEMORY_CLASSES, 0)
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.known: dict[int, tuple[str, int]] = {}  # storage -> (class, bytes)
+        self.in_head = False
+        self.hooks: list[Any] = []
+
+    # -- entering and leaving
+
+    def __enter__(self) -> "MemoryTracker":
+        dtypes = self.buckets[0].dtypes
+        split = dtypes.compute != dtypes.master
+        for b in self.buckets:
+            if self.zero == 3:
+                # Its size changes under way: `_gathered` reads it, `_see` must not count it.
+                self.known[b.full.untyped_storage()._cdata] = ("gathered", 0)
+            else:
+                self._see(b.full, "parameters")
+            self._see(b.master, "optimizer" if split else "parameters")
+            self._see(b.grads, "gradients")
+        for state in self.program.optimizer.state.values():
+            for value in state.values():
+                self._see(value, "optimizer")
+        self._watch_head()
+        self._note()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        for hook in self.hooks:
+            hook.remove()
+
+    def _watch_head(self) -> None:
+        """Notes when the head is at work: from its forward until backward is down at its input."""
+        head = self.program.module.head
+        if head is None:
+            return
+
+        def enter(_: nn.Module, args: tuple) -> None:
+            self.in_head = True
+            args[0].register_hook(leave)
+
+        def leave(_: Tensor) -> None:
+            self.in_head = False
+
+        self.hooks.append(head.register_forward_pre_hook(enter))
+
+    # -- following
+
+    def __torch_dispatch__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            side = _WHOLE_SIDE.get(function.__name__.partition(".")[0])
+            if side is not None:
+                self._move(args[side], "buffers")
+        else:
+            kind = "activations"
+            if self.scope.phase in ("norm", "optimizer"):
+                kind = "optimizer"
+            elif self.in_head:
+                kind = "logits"
+            for value in tree_iter(result):
+                self._see(value, kind)
+        self._note()
+        return result
+
+    def _see(self, value: Any, kind: str) -> None:
+        if not isinstance(value, Tensor):
+            return
+        storage = value.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known[key] = (kind, size)
+            self.current[kind] += size
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        kind, size = self.known.pop(key)
+        self.current[kind] -= size
+
+    def _move(self, value: Tensor, kind: str) -> None:
+        key = value.untyped_storage()._cdata
+        before, size = self.known.get(key, ("", 0))
+        if before in ("activations", "logits"):
+            self.current[before] -= size
+            self.current[kind] += size
+            self.known[key] = (kind, size)
+
+    def _note(self) -> None:
+        """Takes the new sizes into the peak of the moment."""
+        gathered = 0
+        if self.zero >= 2:
+            for b in self.buckets:
+                if self.zero == 3 and b.gathered:
+                    gathered += b.full.untyped_storage().nbytes()
+                if b.whole is not None:
+                    self._move(b.whole, "buffers")
+                if b.reduction is not None:
+                    self._move(b.reduction[1], "buffers")
+        now = self.current | {"gathered": gathered}
+        moment = "loss" if self.in_head else MOMENTS[self.scope.phase]
+        # The later of two equals: a buffer is known for one only after it has been made.
+        if sum(now.values()) >= sum(self.peaks.get(moment, {}).values()):
+            self.peaks[moment] = now
+
+    # -- the answer
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The peak of each moment that was seen, as `StageMemory` in a dict."""
+        stage = self.program.mesh.coordinate["pp"]
+        return [
+            asdict(StageMemory(stage, moment, **self.peaks[moment], total=sum(held.values())))
+            for moment in dict.fromkeys(MOMENTS.values())
+            if (held := self.peaks.get(moment))
+        ]
+
+    @property
+    def peak(self) -> int:
+        """Bytes when most was held."""
+        return max(sum(held.values()) for held in self.peaks.values())
