@@ -1,0 +1,229 @@
+"""The training loop of one rank: data in, steps, checkpoints, and at the end what was measured."""
+
+import math
+import resource
+import shlex
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.cost.ledger import MEMORY_CLASSES
+from plait.parallel.check import make_check
+from plait.parallel.mesh import Mesh, make_mesh
+from plait.spec.job import Job
+from plait.trace.memory import MemoryTracker
+from plait.trace.recorder import Recorder
+from plait.train import checkpoint
+from plait.train.data import Corpus
+from plait.train.launch import RunFailed, World
+from plait.train.metrics import Metrics, Share
+from plait.train.program import MicroBatch, Program
+from plait.train.schedule import learning_rate
+
+#: float16: good steps after which the loss scale doubles (torch.amp.GradScaler's default).
+GROWTH_INTERVAL = 2000
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        steps: optimizer steps done in all, those before a resume included.
+        loss, grad_norm: of the last step; None where there was none to do.
+        checkpoint: the last one's folder, "" without.
+        tokens_per_second: of all ranks, median over this run's steps.
+        memory, traffic: of each rank, by memory class and by ledger entry, in a step of this run.
+    """
+
+    steps: int
+    loss: float | None
+    grad_norm: float | None
+    tokens_per_second: float | None
+    checkpoint: str
+    memory: list[dict[str, int]]
+    traffic: list[list[dict[str, Any]]]
+
+
+class LossScale:
+    """The scale of the loss under float16: halved when gradients overflow, doubled when long
+    nothing did. Without float16 it is 1 and stays so."""
+
+    def __init__(self, job: Job, value: float | None = None):
+        self.on = job.train.dtype == "float16"
+        self.value = (value or job.train.loss_scale) if self.on else 1.0
+        self.good = 0
+
+    def update(self, overflow: bool) -> None:
+        if not self.on:
+            return
+        if overflow:
+            self.value, self.good = self.value / 2, 0
+            return
+        self.good += 1
+        if self.good == GROWTH_INTERVAL:
+            self.value, self.good = self.value * 2, 0
+
+
+def train(job: Job, world: World, report: Metrics) -> Result:
+    """Trains to `job.train.steps` on this rank; every rank of the world calls it.
+
+    Raises:
+        UserError: the data or the checkpoint to resume from is not usable.
+        RunFailed: the loss is no longer a number.
+    """
+    corpus = Corpus.of(job)
+    resumed = checkpoint.find(job.checkpoint.resume) if job.checkpoint.resume else None
+    mesh = make_mesh(job.layout, job.model, world.rank, world.device.type)
+    program = Program(job, mesh, str(world.device))
+    start, scale = 0, LossScale(job)
+    if resumed:
+        about = checkpoint.load(program, resumed)
+        start, scale = about["step"], LossScale(job, about["loss_scale"])
+    else:
+        program.initialize()
+    folder = _folder(job)
+    report.start(start)
+    watch = _Watch(program, world, start)
+    seconds, result, saved = [], None, resumed
+    for step in range(start, job.train.steps):
+        world.at_step(step)
+        began = time.perf_counter()
+        batches = [
+            MicroBatch(*(t.to(world.device, non_blocking=True) for t in batch))
+            for batch in _batches(corpus, job, mesh, step)
+        ]
+        with watch.step(step):
+            result = program.step(batches, step, scale.value)
+        loss, norm = result.loss.item(), result.grad_norm.item()
+        seconds.append(time.perf_counter() - began)
+        overflow = not math.isfinite(norm)
+        if overflow and not (scale.on and math.isfinite(loss) and scale.value > 1):
+            raise RunFailed(
+                f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; "
+                f"the weights were left as after step {step - 1}"
+                + (f", the last checkpoint is {saved}" if saved else "")
+            )
+        scale.update(overflow)
+        report.step(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=learning_rate(step, job.train),
+            seconds=seconds[-1],
+            memory_bytes=_memory_bytes(world.device),
+            skipped=overflow,
+        )
+        done = step + 1
+        every = job.checkpoint.every
+        if folder and (done == job.train.steps or (every and done % every == 0)):
+            saved = checkpoint.save(program, job, done, folder, {"loss_scale": scale.value})
+    memory, traffic = watch.gather()
+    where = str(saved) if folder and saved else ""
+    report.summary(
+        [Share(r, m, _by_kind(t)) for r, (m, t) in enumerate(zip(memory, traffic, strict=True))],
+        checkpoint=where,
+        command=_continue_command(job, where) if where else "",
+    )
+    return Result(
+        steps=max(start, job.train.steps),
+        loss=loss if result else None,
+        grad_norm=norm if result else None,
+        tokens_per_second=_rate(job, seconds),
+        checkpoint=where,
+        memory=memory,
+        traffic=traffic,
+    )
+
+
+def _batches(corpus: Corpus, job: Job, mesh: Mesh, step: int) -> list[tuple[torch.Tensor, ...]]:
+    at = mesh.coordinate
+    dp_rank = at["dp_replicate"] * job.layout.dp_shard + at["dp_shard"]
+    return [corpus.batch(step, job, dp_rank, a) for a in range(job.train.accumulation)]
+
+
+def _folder(job: Job) -> Path | None:
+    if job.checkpoint.folder == "none":
+        return None
+    return Path(job.checkpoint.folder or f"runs/{job.model.name}")
+
+
+class _Watch:
+    """Looks over a run's shoulder: compares collectives before they are issued, and records what
+    one step holds and sends (the second, when nothing is allocated for the first time)."""
+
+    def __init__(self, program: Program, world: World, start: int):
+        self.program, self.world, self.start = program, world, start
+        self.recorder, self.tracker = Recorder(program.mesh), MemoryTracker(program)
+        steps = program.job.train.steps
+        self.recorded = start + 1 if start + 1 < steps else start
+
+    def step(self, step: int) -> ExitStack:
+        """What to be in while a step runs."""
+        stack = ExitStack()
+        job, scope = self.program.job, self.program.mesh.scope
+        check = job.train.check_collectives
+        wanted = check == "always" or (check == "first-step" and step == self.start)
+        scope.check = None
+        if wanted and self.world.backend == "gloo" and self.world.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            scope.check = make_check(store, self.world.rank)
+        if step == self.recorded:
+            stack.enter_context(self.recorder)
+            stack.enter_context(self.tracker)
+        return stack
+
+    def gather(self) -> tuple[list[dict[str, int]], list[list[dict[str, Any]]]]:
+        """(memory by class, traffic entries) of every rank."""
+        rows = self.tracker.rows()
+        peak = max(rows, key=lambda row: row["total"]) if rows else {}
+        mine = (
+            {name: peak[name] for name in MEMORY_CLASSES if peak.get(name)},
+            [asdict(row) for row in self.recorder.ledger.rows()],
+        )
+        everyone: list[Any] = [mine] * self.world.world_size
+        if self.world.world_size > 1:
+            dist.all_gather_object(everyone, mine)
+        memory, traffic = zip(*everyone, strict=True)
+        return list(memory), list(traffic)
+
+
+def _by_kind(traffic: list[dict[str, Any]]) -> dict[str, int]:
+    kinds: dict[str, int] = {}
+    for row in traffic:
+        kind = f"{row['axis']} {row['collective']}"
+        kinds[kind] = kinds.get(kind, 0) + row["bytes"]
+    return kinds
+
+
+def _rate(job: Job, seconds: list[float]) -> float | None:
+    if not seconds:
+        return None
+    median = sorted(seconds)[len(seconds) // 2]
+    return job.train.global_batch * job.train.seq_len / median
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The most that this process has held: of the device, or of the machine on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _continue_command(job: Job, where: str) -> str:
+    """What a person types to train twice as long from the last checkpoint."""
+    layout = job.layout
+    flags = {
+        "--model": job.model.name,
+        "--ranks": layout.world,
+        "--tp": layout.tp,
+        "--zero": layout.zero,
+        "--steps": 2 * job.train.steps,
+        "--checkpoint.resume": where,
+    }
+    return shlex.join(["plait", "train", *(str(x) for pair in flags.items() for x in pair)])
