@@ -1,0 +1,66 @@
+"""What data parallelism sends: DDP, ZeRO 1 to 3, FSDP, HSDP. It mirrors `parallel/data.py`.
+
+With e_g bytes of a gradient and e_w of a weight, and P elements on this rank before sharding,
+padding included, an optimizer step of m micro batches sends
+
+    ZeRO 0      all-reduce of P e_g, once
+    ZeRO 1      reduce-scatter of P e_g, all-gather of P e_w, once each
+    ZeRO 2      reduce-scatter of P e_g for each micro batch, all-gather of P e_w once
+    ZeRO 3      reduce-scatter of P e_g and two all-gathers of P e_w for each micro batch
+    HSDP        moreover an all-reduce over the replicas of the shard, P e_g / shards, once
+
+in messages of a bucket each (1910.02054 section 7; FSDP 2304.11277 section 3.2).
+"""
+
+from plait.cost.dtypes import dtypes_of, size_of
+from plait.cost.ledger import TrafficLedger
+from plait.spec.buckets import Bucket, make_buckets, zero_stage
+from plait.spec.job import DTYPE_BYTES, Job
+from plait.spec.parameters import kv_copies
+
+
+def buckets_of(job: Job) -> list[Bucket]:
+    """The flat buffers that the engine makes for a job."""
+    grad_bytes = DTYPE_BYTES[dtypes_of(job).grad]
+    return make_buckets(job.model, job.layout, job.train.bucket_mib * 2**20, grad_bytes)
+
+
+def data_traffic(job: Job, ledger: TrafficLedger) -> None:
+    """Enters what data parallelism sends in one step."""
+    layout, dtypes = job.layout, dtypes_of(job)
+    stage, micro_batches = zero_stage(layout), job.train.accumulation
+    reductions = micro_batches if stage >= 2 else 1
+    copies = kv_copies(job.model, layout)
+    for bucket in buckets_of(job):
+        grads = size_of(dtypes.grad, bucket.size)
+        weights = size_of(dtypes.compute, bucket.size)
+
+        def add(
+            axis: str,
+            collective: str,
+            phase: str,
+            dtype: str,
+            bytes: int,
+            size: int,
+            count: int = 1,
+        ) -> None:
+            ledger.add(0, axis, collective, phase, dtype, bytes, size, count)
+
+        # Gradients of which each tensor-parallel rank has a part are summed there first.
+        for partial, start, stop in bucket.partial_runs():
+            group = copies if partial == "kv" else layout.tp
+            bytes = size_of(dtypes.grad, stop - start)
+            add("tp", "all-reduce", "backward", dtypes.grad, bytes, group, reductions)
+
+        if stage == 0:
+            add("dp_replicate", "all-reduce", "backward", dtypes.grad, grads, layout.dp_replicate)
+            continue
+        shards = layout.fsdp
+        add("fsdp", "reduce-scatter", "backward", dtypes.grad, grads, shards, reductions)
+        piece, replicas = grads // shards, layout.dp_replicate
+        add("dp_replicate", "all-reduce", "backward", dtypes.grad, piece, replicas)
+        if stage < 3:
+            add("fsdp", "all-gather", "optimizer", dtypes.compute, weights, shards)
+        else:
+            for phase in ("forward", "backward"):
+                add("fsdp", "all-gather", phase, dtypes.compute, weights, shards, micro_batches)

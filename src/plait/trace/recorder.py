@@ -1,0 +1,106 @@
+"""Records what a rank sends, as it sends it.
+
+The recorder sits at torch's dispatch of collectives, below plait, FSDP2 and DTensor alike, so
+nothing can be sent past it, in a live run or in a dry one.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.cost.ledger import TrafficLedger
+from plait.parallel.mesh import Mesh
+
+#: Operation -> (what the ledger calls it, where its message is: an argument's index or "result").
+#: c10d has the output before the input; the functional forms return it.
+_C10D = {
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 0),
+    "allgather_coalesced_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "alltoall_": ("all-to-all", 1),
+    "send": ("send", 0),
+}
+_FUNCTIONAL = {
+    "all_reduce": ("all-reduce", 0),
+    "all_reduce_": ("all-reduce", 0),
+    "all_reduce_coalesced": ("all-reduce", 0),
+    "all_reduce_coalesced_": ("all-reduce", 0),
+    "all_gather_into_tensor": ("all-gather", "result"),
+    "all_gather_into_tensor_out": ("all-gather", "result"),
+    "all_gather_into_tensor_coalesced": ("all-gather", "result"),
+    "reduce_scatter_tensor": ("reduce-scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", 0),
+    "all_to_all_single": ("all-to-all", 0),
+}
+_OPERATIONS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL}
+
+#: What moves no message of its own: the receiving side, waiting, and meeting without data.
+_SILENT = {"recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd", "barrier"}
+_SILENT |= {"monitored_barrier_"}
+
+
+class Recorder(TorchDispatchMode):
+    """Within it, every collective of this rank is entered into `ledger`.
+
+    Axis and phase are what the mesh's scope says when plait issues the collective; what others
+    issue (FSDP2, DTensor) goes to the axis whose process group it uses.
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh, self.ledger = mesh, TrafficLedger()
+        self._by_group = {a.group.group_name: a for a in mesh.axes.values() if a.group is not None}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        table = _OPERATIONS.get(func.namespace)
+        if table is not None:
+            self._record(table, func, args, kwargs or {}, result)
+        return result
+
+    def _record(self, table: dict, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name in _SILENT:
+            return
+        assert name in table, f"{func} has no place in the ledger"
+        collective, where = table[name]
+        axis = self.mesh.scope.axis or self._by_group[_group_name(func, args, kwargs)]
+        stage, phase = self.mesh.coordinate["pp"], self.mesh.scope.phase
+        # A coalesced operation has a message for each of its tensors; an all-gather into a list
+        # of lists has one for each list.
+        message = result if where == "result" else args[where]
+        messages = message if isinstance(message, list | tuple) else [message]
+        for part in messages:
+            tensors = list(_tensors(part))
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            self.ledger.add(stage, axis.name, collective, phase, dtype, size, axis.size)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in value:
+            yield from _tensors(part)
+
+
+def _group_name(func: Any, args: tuple, kwargs: dict) -> str:
+    """The process group of a collective: an object for c10d, a name for the functional forms."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    group = given.get("process_group", given.get("group_name"))
+    if isinstance(group, torch.ScriptObject):
+        group = torch.distributed.ProcessGroup.unbox(group)
+    return group if isinstance(group, str) else group.group_name
