@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
 def show(answer: dict, as_json: bool) -> None:
     """A REPORT on stdout, for people or as one JSON object."""
     if as_json:
-        print(json.dumps(answer))
+        print(json.dumps(answer, default=str))
         return
 
     from plait.report.text import render

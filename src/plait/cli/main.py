@@ -86,4 +86,4 @@ def _print_errors(findings: Iterable[Finding], as_json: bool) -> None:
         print(json.dumps({"errors": errors}, default=str), flush=True)
         return
     for finding in findings:
-        print(f"plait: {finding.line()}", file=sys.stderr)
+        print(finding.line(), file=sys.stderr)

@@ -73,7 +73,7 @@ def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     )
     if cluster.nic:
         fast, slow = sent / cluster.link * 1e3, sent / cluster.nic * 1e3
-        message += f" ({slow:.2g} ms instead of {fast:.2g} ms)"
+        message += f" ({slow:.3g} ms instead of {fast:.3g} ms)"
     where = "layout.tp"
     yield _finding("warning", "tp-beyond-fast-domain", where, layout.tp, message, {where: best})
 

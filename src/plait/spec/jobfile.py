@@ -38,6 +38,8 @@ GLOBAL_BATCH = 16
 RANKS = 4
 #: Longest sample when training and nothing says otherwise, tokens.
 SEQ_LEN = 2048
+#: More layers than anyone has; keeps every table of parameters short.
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -267,9 +269,8 @@ def _model(given: Mapping[str, Any], purpose: Purpose, findings: list[Finding]) 
     """The model by name, by its fields, or by a name and what differs from it."""
     before = len(findings)
     given = dict(given)
-    default = "tiny" if purpose == "train" and not given else None
-    name = given.pop("name", default)
     stated = all(size in given for size in _SIZES)
+    name = given.pop("name", "tiny" if purpose == "train" and not stated else None)
     base = None
     if name is not None and not isinstance(name, str):
         findings.append(error("model.name", name, f"{name!r} is not a text"))
@@ -322,6 +323,9 @@ def _model_fields(
     for key, value in result.items():
         if key in _COUNTS and value is not None and value < 1:
             findings.append(error(f"{where}.{key}", value, f"{key} {value} is below 1", 1))
+        if key == "layers" and value > MOST_LAYERS:
+            message = f"more than {MOST_LAYERS} layers"
+            findings.append(error(f"{where}.{key}", value, message, MOST_LAYERS))
     if result.get("qk_norm") == "none":
         result["qk_norm"] = None
     return result | nested

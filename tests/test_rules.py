@@ -1,0 +1,254 @@
+"""Each rule: where it speaks, what it suggests, and where it is silent."""
+
+from dataclasses import replace
+
+import pytest
+
+from plait.rules import check
+from plait.rules.legality import legal_tp
+from plait.spec.jobfile import read_job
+from plait.spec.model import MLA, Model, MoE, RopeScaling
+from plait.spec.presets import model, model_names
+
+GPT = {"model": "gpt2"}
+
+
+def found(purpose="train", rule=None, **said):
+    """rule -> finding of a job, all levels."""
+    said.setdefault("ranks", 8)
+    job = read_job(purpose, **said)
+    return {f.rule: f for f in check(job, purpose) if rule in (None, f.rule)}
+
+
+def small(**changes):
+    sizes = {"layers": 2, "hidden": 96, "heads": 12, "kv_heads": 4, "vocab": 256, "ffn": 96}
+    return Model.of("small", **(sizes | changes))
+
+
+def errors_of(spec, **layout):
+    job = read_job("train", ranks=layout.pop("ranks", 1), overrides=layout)
+    return {f.rule: f for f in check(replace(job, model=spec)) if f.level == "error"}
+
+
+def test_nothing_to_say_about_the_main_job():
+    assert check(read_job("train")) == []
+
+
+def test_nothing_wrong_with_dense_presets_alone():
+    for name in model_names():
+        job = read_job("plan", model=name, ranks=1)
+        assert {f.rule for f in check(job, "plan")} <= {"not-built"}
+
+
+# ------------------------------------------------------------------------------------------
+# Legality
+
+
+@pytest.mark.parametrize(
+    ("tp", "ranks", "rules", "nearest"),
+    [
+        # 12 heads, 4 KV heads, 96 columns: 3, 6 leave KV heads uneven; 8 leaves heads.
+        (3, 6, {"kv-heads-divide-tp"}, 2),
+        (6, 6, {"kv-heads-divide-tp"}, 2),
+        (8, 8, {"heads-divide-tp"}, 4),
+        (5, 5, {"heads-divide-tp", "kv-heads-divide-tp", "ffn-divides-tp"}, 1),
+        (4, 4, set(), None),
+        (12, 12, set(), None),
+    ],
+)
+def test_tensor_degrees(tp, ranks, rules, nearest):
+    layout = {"tp": tp, "sequence_parallel": False, "train.global_batch": ranks}
+    findings = errors_of(small(), ranks=ranks, **layout)
+    assert findings.keys() == rules
+    for finding in findings.values():
+        assert finding.nearest == nearest
+        assert finding.message.endswith("legal: 1, 2, 4, 12")
+
+
+def test_legal_degrees_by_hand():
+    assert legal_tp(small()) == [1, 2, 4, 12]
+    assert legal_tp(small(kv_heads=1)) == [1, 2, 3, 4, 6, 12]
+    assert legal_tp(model("llama3.1-8b")) == [1, 2, 4, 8, 16, 32]
+    # 28 heads, 4 KV heads, 18944 = 2^9 x 37 columns: no 7 in the columns.
+    assert legal_tp(model("qwen2.5-7b")) == [1, 2, 4]
+
+
+def test_sequence_pieces():
+    said = {"tp": 8, "seq_len": 250, "micro_batch": 2}
+    finding = found(rule="sequence-pieces", overrides=said)["sequence-pieces"]
+    assert (finding.where, finding.value, finding.nearest) == ("train.seq_len", 250, 248)
+    assert "sequence-pieces" not in found(overrides=said | {"sequence_parallel": False})
+    assert "sequence-pieces" not in found(overrides=said | {"micro_batch": 4})
+
+
+def test_learned_positions_end():
+    finding = found(overrides=GPT | {"seq_len": 1025})["learned-positions"]
+    assert finding.nearest == 1024
+    assert "learned-positions" not in found(overrides=GPT | {"seq_len": 1024})
+    assert "learned-positions" not in found(overrides={"seq_len": 1024})
+
+
+def test_bytes_need_256_tokens():
+    vocab = {"model.vocab": 255}
+    assert found(overrides=vocab)["byte-vocabulary"].nearest == 256
+    assert found("plan", model="tiny", overrides=vocab) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "nearest"),
+    [
+        ("train.steps", 0, 1),
+        ("train.clip", -1.0, 0),
+        ("train.warmup", -1, 0),
+        ("train.weight_decay", -0.1, 0),
+        ("train.beta1", 1.0, 0.9),
+        ("train.beta2", -0.5, 0),
+        ("train.eps", 0.0, 1e-8),
+        ("train.bucket_mib", 0.0, 25.0),
+        ("train.timeout", 0.0, 300.0),
+        ("checkpoint.every", -1, 0),
+        ("checkpoint.keep", 0, 1),
+        ("model.dropout", 1.0, 0.0),
+        ("model.dropout", -0.1, 0),
+        ("train.schedule", "cosin", "cosine"),
+        ("train.dtype", "bfloat", "bfloat16"),
+        ("train.dtype", "int64", None),
+        ("train.grad_dtype", "float23", "float32"),
+        ("train.check_collectives", "alway", "always"),
+        ("model.mlp", "swigl", "swiglu"),
+        ("model.norm", "rmsnorm", "rms"),
+        ("model.qk_norm", "heads", "head"),
+        ("model.positions", "learnt", "learned"),
+        ("train.min_learning_rate", 0.5, 3e-3),
+        ("train.learning_rate", -1.0, 0),
+    ],
+)
+def test_fields_by_themselves(path, value, nearest):
+    job = read_job("train", overrides={path: value})
+    errors = [f for f in check(job) if f.level == "error"]
+    assert [f.where for f in errors] == [path]
+    if nearest is not None:
+        assert errors[0].nearest == nearest
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_are_finite(value):
+    job = read_job("train")
+    job = replace(job, train=replace(job.train, clip=value))
+    assert [f.rule for f in check(job)] == ["ranges"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule", "nearest"),
+    [
+        (small(kv_heads=5), "head-counts", 4),
+        (small(head_dim=7), "head-counts", 8),
+        (small(rope_scaling=RopeScaling("dynamic", 2.0)), "words", None),
+        (small(moe=MoE(4, 5, 32)), "experts-chosen", 4),
+        (small(mla=MLA(8, 8, 4, 8)), "not-built", None),
+        (small(positions="alibi"), "not-built", None),
+        (small(sinks=True), "not-built", None),
+        (small(attention_softcap=50.0), "not-built", None),
+        (small(logit_softcap=30.0), None, None),
+        (small(dropout=0.1), None, None),
+    ],
+)
+def test_models(spec, rule, nearest):
+    findings = errors_of(spec)
+    if rule is None:
+        assert findings == {}
+        return
+    assert rule in findings
+    if nearest is not None:
+        assert findings[rule].nearest == nearest
+
+
+@pytest.mark.parametrize("axis", ["cp", "pp", "ep", "etp", "dcp"])
+def test_axes_of_later_versions_are_named(axis):
+    overrides = {axis: 2} | ({"tp": 2} if axis in ("dcp", "etp") else {})
+    findings = [f for f in check(read_job("train", ranks=8, overrides=overrides))]
+    finding = next(f for f in findings if f.rule == "not-built")
+    assert (finding.level, finding.where, finding.nearest) == ("error", f"layout.{axis}", 1)
+    assert f"{axis} 2" in finding.message
+
+
+def test_batch_of_a_job_made_by_hand():
+    job = read_job("train")
+    job = replace(job, train=replace(job.train, global_batch=17))
+    assert [(f.rule, f.nearest) for f in check(job)] == [("batch-product", 16)]
+
+
+# ------------------------------------------------------------------------------------------
+# Pitfalls
+
+
+def llama(**layout):
+    said = {"model": "llama3.1-8b", "gpus": "h100:64", "ranks": 64}
+    return found("plan", overrides={"seq_len": 8192} | layout, **said)
+
+
+def test_tensor_beyond_the_fast_domain():
+    finding = llama(tp=16)["tp-beyond-fast-domain"]
+    assert (finding.level, finding.nearest) == ("warning", 8)
+    # 8192 tokens x 4096 x 2 bytes = 64 MiB; 6 gathers and 4 scatters of 15/16 of it.
+    assert "600 MiB" in finding.message
+    # 4 all-reduces of twice 15/16.
+    whole = llama(tp=16, sequence_parallel=False)["tp-beyond-fast-domain"]
+    assert "480 MiB" in whole.message
+    assert "tp-beyond-fast-domain" not in llama(tp=8)
+
+
+def test_zero_3_over_slow_links():
+    finding = llama(tp=2, zero=3)["zero-3-over-slow-links"]
+    # 4 shards of tp 2 fill a domain of 8; 8 030 261 248 / 2 parameters x 2 bytes, gathered twice,
+    # 31 / 32 of it from others: 14.5 GiB.
+    assert finding.suggest == {"layout.zero": 2, "layout.dp_shard": 4, "layout.dp_replicate": 8}
+    assert "14.5 GiB" in finding.message
+    assert "zero-3-over-slow-links" not in llama(tp=2, zero=3, dp_shard=4)
+    assert "zero-3-over-slow-links" not in llama(tp=2, zero=2)
+
+
+def test_kv_heads_are_copied():
+    finding = llama(tp=32, sequence_parallel=False)["kv-replication"]
+    assert (finding.level, finding.nearest) == ("note", 8)
+    assert "4 times" in finding.message
+    assert "kv-replication" not in llama(tp=8)
+
+
+def test_accumulation_with_zero_2_and_3():
+    finding = llama(zero=3, accumulation=4)["accumulation-traffic"]
+    assert "8 all-gathers and 4 reduce-scatters" in finding.message
+    assert "4 reduce-scatters" in llama(zero=2, accumulation=4)["accumulation-traffic"].message
+    assert "accumulation-traffic" not in llama(zero=1, accumulation=4)
+    assert "accumulation-traffic" not in llama(zero=3)
+
+
+def test_tensor_without_sequence_parallelism():
+    finding = llama(tp=8, sequence_parallel=False)["tp-without-sequence-parallel"]
+    assert finding.suggest == {"layout.sequence_parallel": True}
+    assert "256 MiB" in finding.message  # 4 x 64 MiB
+    assert "32 MiB" in finding.message
+    assert "tp-without-sequence-parallel" not in llama(tp=8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        ({"sequence_parallel": True, "tp": 1}, "layout.sequence_parallel"),
+        ({"cp_method": "all-gather"}, "layout.cp_method"),
+        ({"vpp": 2}, "layout.vpp"),
+        ({"zero": 3, "dp_replicate": 8}, "layout.zero"),
+    ],
+)
+def test_options_without_their_axis_are_named_and_kept(layout, where):
+    job = read_job("train", ranks=8, overrides=layout)
+    findings = [f for f in check(job) if f.rule == "option-without-axis"]
+    assert where in [f.where for f in findings]
+    assert {f.level for f in findings} == {"warning"}
+    for name, value in layout.items():
+        assert getattr(job.layout, name) == value
+
+
+def test_errors_come_first():
+    job = read_job("train", ranks=8, overrides={"zero": 3, "dp_replicate": 8, "steps": 0})
+    assert [f.level for f in check(job)] == ["error", "warning"]
