@@ -63,9 +63,11 @@ class FlatBucket:
         n = bucket.size // self.shards.size
         self.own = slice(self.shards.rank * n, (self.shards.rank + 1) * n)
         self.full = torch.zeros(bucket.size, dtype=dtypes.compute, device=device)
-        aliased = stage < 3 and dtypes.compute == dtypes.master
+        self.aliased = stage < 3 and dtypes.compute == dtypes.master
         self.master = (
-            self.full[self.own] if aliased else torch.zeros(n, dtype=dtypes.master, device=device)
+            self.full[self.own]
+            if self.aliased
+            else torch.zeros(n, dtype=dtypes.master, device=device)
         )
         whole = bucket.size if stage < 2 else n
         self.grads = torch.zeros(whole, dtype=dtypes.grad, device=device)
@@ -83,9 +85,10 @@ class FlatBucket:
         if self.stage == 3:
             return
         own = self.full[self.own]
-        if own.data_ptr() != self.master.data_ptr():
+        if not self.aliased:
             own.copy_(self.master)
-        self.weights = self.shards.all_gather(self.full, own, wait)
+        if self.shards.size > 1:
+            self.weights = self.shards.all_gather(self.full, own, wait)
 
     def gather(self) -> None:
         """ZeRO-3: starts to fill `full`; `ready` waits for it."""
