@@ -101,6 +101,8 @@ def describe(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return describe(next(a for a in args if a is not type(None)))
+    if origin is dict:
+        return "a table"
     if origin is tuple:
         return f"a list of {describe(args[0]).removeprefix('a ').removeprefix('an ')}s"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

@@ -12,7 +12,6 @@ from math import prod
 
 from plait.spec.layout import Layout
 
-
 #: Axes made of several: model states are sharded over `fsdp`, samples are spread over `dp`.
 FLATTENED = {"fsdp": ("cp", "dp_shard"), "dp": ("dp_shard", "dp_replicate")}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
-from plait.spec.build import check_fields
+from plait.spec.build import check_fields, convert, describe
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.model import MLA, Model, MoE, RopeScaling
 
@@ -48,8 +48,25 @@ EXPRESSED = {
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
     "use_bidirectional_attention": (False, None),
-    "quantization_config": (None,),
 }
+
+#: Types of the config keys that are read for more than one field.
+TYPES = {
+    "sliding_window": int,
+    "use_sliding_window": bool,
+    "max_window_layers": int,
+    "sliding_window_pattern": int,
+    "_sliding_window_pattern": int,
+    "layer_types": tuple[str, ...],
+    "mlp_only_layers": tuple[int, ...],
+    "query_pre_attn_scalar": float,
+    "rope_scaling": dict[str, Any],
+    "rope_parameters": dict[str, Any],
+    "rope_local_base_freq": float,
+}
+
+#: Largest size that is taken for one, and most layers.
+LARGEST_SIZE, MOST_LAYERS = 10**9, 100_000
 
 _SCALED = {"mlp": "geglu", "norm_offset": True, "embed_scale": True, "tied": True}
 _MISTRAL_MOE = {
@@ -193,7 +210,7 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         match = closest(kind, ARCHITECTURES) if isinstance(kind, str) else None
         known = ", ".join(ARCHITECTURES)
         message = f"model_type {kind!r} is none of {known}"
@@ -205,6 +222,14 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
             given[key] = config[key]
 
     findings: list[Finding] = []
+    for key in TYPES.keys() & given.keys():
+        if given[key] is not None:
+            try:
+                given[key] = convert(given[key], TYPES[key], f"{where}.{key}", findings)
+            except (TypeError, ValueError, OverflowError):
+                message = f"{given[key]!r} is not {describe(TYPES[key])}"
+                findings.append(error(f"{where}.{key}", given[key], message))
+                del given[key]
     read = dict(arch.fixed)
     for name_, keys in KEYS.items():
         value = _first(given, keys)
@@ -218,9 +243,11 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
         if size not in read:
             findings.append(error(f"{where}.{KEYS[size][0]}", None, "is missing"))
     for size in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq"):
-        if numbers.get(size, 1) < 1:
-            value = numbers[size]
+        value, most = numbers.get(size, 1), MOST_LAYERS if size == "layers" else LARGEST_SIZE
+        if value < 1:
             findings.append(error(f"{where}.{size}", value, f"{size} {value} is below 1", 1))
+        elif value > most:
+            findings.append(error(f"{where}.{size}", value, f"{size} is above {most}", most))
     _refuse_unexpressed(given, arch, where, findings)
     if findings:
         raise UserError(findings)
@@ -232,6 +259,10 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
     numbers |= _windows(arch, given, numbers["layers"], where, findings)
     if arch.fixed.get("positions", "rope") == "rope":
         numbers |= _rotary(given, where, findings)
+    scalar = given.get("query_pre_attn_scalar")
+    if scalar is not None and scalar <= 0:
+        message = f"{scalar} is not above 0"
+        findings.append(error(f"{where}.query_pre_attn_scalar", scalar, message))
     heads, kv_heads = numbers["heads"], numbers.get("kv_heads", numbers["heads"])
     if heads % kv_heads:
         legal = max(d for d in range(1, kv_heads + 1) if heads % d == 0)
@@ -242,8 +273,7 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
         findings.append(error(f"{where}.num_attention_heads", heads, message))
     if findings:
         raise UserError(findings)
-    scalar = given.get("query_pre_attn_scalar")
-    if isinstance(scalar, int | float) and scalar > 0:
+    if scalar is not None:
         numbers["attention_scale"] = scalar**-0.5
     elif numbers["mla"] is not None:
         numbers |= _mla_scale(given, numbers["head_dim"])
@@ -264,7 +294,7 @@ def _activation(
     if arch.fixed.get("mlp") == "geglu":
         # Gemma's first configs say "gelu" and mean its tanh form.
         known = {"gelu": "geglu"} | {k: v for k, v in GATED.items() if v == "geglu"}
-    if act in known:
+    if isinstance(act, str) and act in known:
         return known[act]
     message = f"activation {act!r} is none of {', '.join(known)}"
     findings.append(error(f"{where}.{key}", act, message, closest(str(act), known)))
@@ -278,7 +308,7 @@ def _refuse_unexpressed(
     if not arch.attention_bias and "qkv_bias" not in arch.fixed:
         expressed["attention_bias"] = (False, None)
     for key, values in expressed.items():
-        if given.get(key) not in values and key != "quantization_config":
+        if given.get(key) not in values:
             message = f"{key} {given[key]!r} is not something that plait's model has"
             findings.append(error(f"{where}.{key}", given[key], message, values[0]))
 
@@ -343,14 +373,14 @@ def _windows(
     window = given.get("sliding_window")
     if not window or given.get("use_sliding_window") is False:
         return {}
-    if not isinstance(window, int) or window < 1:
-        message = f"{window!r} is not a positive whole number"
+    if window < 1:
+        message = f"{window} is below 1"
         findings.append(error(f"{where}.sliding_window", window, message))
         return {}
     types = given.get("layer_types")
     if types is None:
         pattern = _first(given, ("sliding_window_pattern", "_sliding_window_pattern"))
-        pattern = pattern if isinstance(pattern, int) else arch.pattern
+        pattern = arch.pattern if pattern is None else max(pattern, 0)
         full = [i for i in range(layers) if pattern and i % pattern == pattern - 1]
         if given.get("use_sliding_window"):  # Qwen: the first layers see everything
             full = list(range(min(layers, given.get("max_window_layers", 0))))
@@ -382,12 +412,10 @@ def _rotary(
     """The rotary fields, from `rope_theta` with `rope_scaling` or from `rope_parameters`."""
     key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
     rope = given.get(key) or {}
-    if not isinstance(rope, Mapping):
-        findings.append(error(f"{where}.{key}", rope, f"{rope!r} is not a table"))
-        return {}
     local = given.get("rope_local_base_freq")
     if isinstance(rope.get("full_attention"), Mapping):
-        local = rope.get("sliding_attention", {}).get("rope_theta", local)
+        if isinstance(rope.get("sliding_attention"), Mapping):
+            local = rope["sliding_attention"].get("rope_theta", local)
         rope = rope["full_attention"]
     if rope.get("partial_rotary_factor", 1) != 1:
         message = "rotating a part of each head is not something that plait's model has"
@@ -419,14 +447,24 @@ def _rotary(
             findings.append(error(f"{where}.{key}.factor", None, "is missing"))
         else:
             result["rope_scaling"] = {"kind": kind} | scaling
-    return check_fields(Model, result, where, findings)
+    values = check_fields(Model, result, where, findings)
+    scaling = values.get("rope_scaling")
+    for name, value in (
+        ("rope_theta", values.get("rope_theta", 1.0)),
+        ("rope_local_theta", values.get("rope_local_theta", 1.0)),
+        (f"{key}.factor", scaling.factor if scaling else 1.0),
+        (f"{key}.original", scaling.original if scaling else 1),
+    ):
+        if value <= 0:
+            findings.append(error(f"{where}.{name}", value, f"{value} is not above 0"))
+    return values
 
 
 def _mscale(rope: Mapping[str, Any], key: str) -> float:
     """Yarn's correction of the logits for a longer context: 0.1 m ln(factor) + 1."""
     factor, m = rope.get("factor"), rope.get(key)
     known = isinstance(factor, int | float) and isinstance(m, int | float)
-    return 0.1 * m * log(factor) + 1.0 if known and factor > 1 else 1.0
+    return 0.1 * m * log(factor) + 1.0 if known and factor > 1 and m > 0 else 1.0
 
 
 def _mla_scale(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:

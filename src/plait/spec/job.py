@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from plait.spec.cluster import Cluster
-from plait.spec.findings import Finding, UserError
-from plait.spec.layout import Layout, divisors, nearest
+from plait.spec.findings import Finding, UserError, error
+from plait.spec.layout import LARGEST, Layout, divisors, nearest
 from plait.spec.model import Model
 
 #: dtype -> bytes of one element.
@@ -103,62 +103,54 @@ class Batch:
         Raises:
             UserError: they do not multiply.
         """
+        findings = []
+        for where, value in (
+            ("layout.micro_batch", micro),
+            ("train.global_batch", global_),
+            ("train.accumulation", accumulation),
+        ):
+            name = where.rpartition(".")[2]
+            if value is not None and value < 1:
+                findings.append(error(where, value, f"{name} {value} is below 1", 1))
+            elif value is not None and value > LARGEST:
+                findings.append(error(where, value, f"{name} is above {LARGEST}", LARGEST))
+        if findings:
+            raise UserError(findings)
         if global_ is None:
             micro, accumulation = micro or 1, accumulation or 1
             return Batch(micro, micro * dp * accumulation, accumulation)
         if global_ % dp:
-            raise UserError([_uneven(global_, dp, "dp", dp, max(dp, round(global_ / dp) * dp))])
+            # The nearest that the other numbers divide too.
+            unit = dp * (micro or 1) * (accumulation or 1)
+            legal = unit if micro and accumulation else max(1, round(global_ / unit)) * unit
+            message = f"global batch {global_} is no multiple of dp {dp}"
+            raise UserError([_product("train.global_batch", global_, message, legal)])
         share = global_ // dp
         if micro is None and accumulation is None:
             return Batch(share, global_, 1)
+        name, where, value = (
+            ("accumulation", "train.accumulation", accumulation)
+            if micro is None
+            else ("micro batch", "layout.micro_batch", micro)
+        )
+        if share % value:
+            message = f"global batch {global_} / dp {dp} = {share} is no multiple of {name} {value}"
+            legal = nearest(value, divisors(share))
+            raise UserError([_product(where, value, message, legal)])
         if micro is None:
-            if share % accumulation:
-                legal = nearest(accumulation, divisors(share))
-                raise UserError([_uneven_share(global_, dp, "accumulation", accumulation, legal)])
             return Batch(share // accumulation, global_, accumulation)
-        if share % micro:
-            raise UserError(
-                [_uneven_share(global_, dp, "micro_batch", micro, nearest(micro, divisors(share)))]
-            )
         if accumulation not in (None, share // micro):
-            raise UserError(
-                [
-                    Finding(
-                        "error",
-                        "batch-product",
-                        f"micro batch {micro} x dp {dp} x accumulation {accumulation} = "
-                        f"{micro * dp * accumulation}, not the global batch {global_}",
-                        "train.accumulation",
-                        accumulation,
-                        {"train.accumulation": share // micro},
-                    )
-                ]
+            message = (
+                f"micro batch {micro} x dp {dp} x accumulation {accumulation} = "
+                f"{micro * dp * accumulation}, not the global batch {global_}"
             )
+            where, legal = "train.accumulation", share // micro
+            raise UserError([_product(where, accumulation, message, legal)])
         return Batch(micro, global_, share // micro)
 
 
-def _uneven(global_: int, product: int, names: str, value: int, legal: int) -> Finding:
-    return Finding(
-        "error",
-        "batch-product",
-        f"global batch {global_} is no multiple of {names} {value}",
-        "train.global_batch",
-        global_,
-        {"train.global_batch": legal},
-    )
-
-
-def _uneven_share(global_: int, dp: int, name: str, value: int, legal: int) -> Finding:
-    where = "layout.micro_batch" if name == "micro_batch" else f"train.{name}"
-    words = name.replace("_", " ")
-    return Finding(
-        "error",
-        "batch-product",
-        f"global batch {global_} / dp {dp} = {global_ // dp} is no multiple of {words} {value}",
-        where,
-        value,
-        {where: legal},
-    )
+def _product(where: str, value: int, message: str, legal: int) -> Finding:
+    return error(where, value, message, legal, "batch-product")
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,37 @@
 """How a model is split over ranks: the one object that every part of plait takes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, fields
+from math import isqrt, prod
 from typing import Any
 
+from plait.spec.build import check_fields
 from plait.spec.findings import Finding, UserError, closest, error
+
+#: More ranks or samples than anyone has; keeps every search for a nearest legal value short.
+LARGEST = 10_000_000
 
 #: Modules that `recompute selective:...` may name. Attention is fused and stores no scores, so
 #: recomputing "attention" means its projections, rotary embedding and kernel as a whole.
 RECOMPUTE_MODULES = ("norm", "attention", "mlp")
+
+CP_METHODS = ("ring", "all-gather")
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "zb-auto",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipe",
+    "dualpipev",
+    "auto",
+)
 
 
 @dataclass(frozen=True)
@@ -79,106 +101,133 @@ class Layout:
         """A complete layout of `world` ranks from the fields that a person gave.
 
         Raises:
-            UserError: the degrees do not multiply to `world`, or a field is out of its range.
+            UserError: an unknown field, a value out of its range, degrees that do not multiply
+                to `world`: all of them at once.
         """
-        given = {key: value for key, value in given.items() if value is not None}
-        findings = _check_ranges(world, given)
+        findings: list[Finding] = []
+        told = {key: value for key, value in given.items() if value is not None}
+        told = check_fields(Layout, told, "layout", findings)
+        findings += _check_ranges(world, told) + _check_words(told)
+        # A check of several fields together needs each of them to make sense by itself.
+        wrong = {f.where.removeprefix("layout.") for f in findings}
+
+        def sound(*names: str) -> bool:
+            return wrong.isdisjoint(names)
+
+        if sound("cp", "ulysses"):
+            findings += _check_factor(told, "ulysses", "cp")
+        if sound("tp", "dcp"):
+            findings += _check_factor(told, "dcp", "tp")
+        if sound("pp", "vpp", "stages"):
+            findings += _check_stages(told)
+        derived = {
+            "sequence_parallel": told.get("tp", 1) > 1,
+            "schedule": "interleaved-1f1b" if told.get("vpp", 1) > 1 else "1f1b",
+        }
+        if sound("ranks", "tp", "cp", "pp"):
+            model_ranks = prod(told.get(axis, 1) for axis in ("tp", "cp", "pp"))
+            if world % model_ranks:
+                findings.append(_undivided(world, told, model_ranks))
+            elif sound("dp_replicate", "dp_shard", "zero"):
+                derived |= _data_parallel(world // model_ranks, told)
+                findings += _check_data_parallel(world, model_ranks, told, derived)
+                if not findings and sound("etp", "ep"):
+                    findings += _check_experts(told, derived)
         if findings:
             raise UserError(findings)
-
-        model_ranks = prod(given.get(axis, 1) for axis in ("tp", "cp", "pp"))
-        dp = world // model_ranks
-        if world % model_ranks:
-            names = " x ".join(a for a in ("tp", "cp", "pp") if given.get(a, 1) > 1)
-            raise UserError([_undivided(world, given, names, model_ranks)])
-
-        zero = given.get("zero", 0 if given.get("dp_shard") == 1 < dp else 1)
-        replicate, shard = given.get("dp_replicate"), given.get("dp_shard")
-        if replicate is None and shard is None:
-            replicate, shard = (dp, 1) if zero == 0 else (1, dp)
-        elif replicate is None:
-            replicate = dp // shard
-        elif shard is None:
-            shard = dp // replicate
-        if replicate * shard != dp:
-            raise UserError([_uneven_dp(world, model_ranks, dp, given)])
-        if zero == 0 and shard > 1:
-            raise UserError(
-                [
-                    Finding(
-                        "error",
-                        "zero-0-shards-nothing",
-                        f"zero 0 shards no model state, so dp_shard must be 1, not {shard}",
-                        "layout.dp_shard",
-                        shard,
-                        {"layout.dp_shard": 1, "layout.zero": 1},
-                    )
-                ]
-            )
-        recompute = given.get("recompute", "none")
-        derived = {
-            "sequence_parallel": given.get("sequence_parallel", given.get("tp", 1) > 1),
-            "schedule": given.get(
-                "schedule", "interleaved-1f1b" if given.get("vpp", 1) > 1 else "1f1b"
-            ),
-            "recompute": "selective:norm,mlp" if recompute == "selective" else recompute,
-            "dp_replicate": replicate,
-            "dp_shard": shard,
-            "zero": zero,
-        }
-        return Layout(**(given | derived))
+        if told.get("recompute") == "selective":
+            told["recompute"] = "selective:norm,mlp"
+        return Layout(**(derived | told))
 
 
-_DEGREES = (
-    "tp cp ulysses pp vpp ep etp dp_replicate dp_shard micro_batch dcp".split()
-)  # fields that count something: at least 1
+#: Fields that count something: at least 1.
+_COUNTS = tuple(f.name for f in fields(Layout) if f.type is int and f.name != "zero")
 
 
 def _check_ranges(world: int, given: Mapping[str, Any]) -> list[Finding]:
     findings = []
-    if world < 1:
+    if isinstance(world, bool) or not isinstance(world, int):
+        findings.append(error("ranks", world, f"{world!r} is not a whole number", 1))
+    elif world < 1:
         findings.append(error("ranks", world, f"{world} ranks: at least one is needed", 1))
-    for name in _DEGREES:
+    elif world > LARGEST:
+        findings.append(error("ranks", world, f"more than {LARGEST} ranks", LARGEST))
+    for name in _COUNTS:
         value = given.get(name, 1)
+        where = f"layout.{name}"
         if value < 1:
-            findings.append(error(f"layout.{name}", value, f"{name} {value} is below 1", 1))
+            findings.append(error(where, value, f"{name} {value} is below 1", 1))
+        elif value > LARGEST:
+            findings.append(error(where, value, f"{name} is above {LARGEST}", LARGEST))
     zero = given.get("zero", 1)
     if zero not in (0, 1, 2, 3):
-        nearest = min(max(zero, 0), 3)
-        findings.append(
-            error("layout.zero", zero, f"zero {zero} is none of the stages 0, 1, 2, 3", nearest)
-        )
-    findings += _check_recompute(given.get("recompute", "none"))
+        legal = min(max(zero, 0), 3)
+        message = f"zero {zero} is none of the stages 0, 1, 2, 3"
+        findings.append(error("layout.zero", zero, message, legal))
     return findings
+
+
+def _check_words(given: Mapping[str, Any]) -> list[Finding]:
+    """Fields that take one of a few words."""
+    findings = []
+    for name, default, known in (
+        ("cp_method", "ring", CP_METHODS),
+        ("schedule", "1f1b", SCHEDULES),
+    ):
+        word = given.get(name, default)
+        if word not in known:
+            message = f"{name} {word!r} is none of {', '.join(known)}"
+            legal = closest(word, known) or default
+            findings.append(error(f"layout.{name}", word, message, legal))
+    return findings + _check_recompute(given.get("recompute", "none"))
 
 
 def _check_recompute(recompute: str) -> list[Finding]:
     kind, colon, names = recompute.partition(":")
-    where = "layout.recompute"
-    if kind not in ("none", "selective", "full") or (colon and kind != "selective"):
-        return [
-            error(
-                where,
-                recompute,
-                f"recompute {recompute!r} is none of none, full, selective, selective:MODULE,...",
-                closest(kind, ("none", "selective", "full")) or "none",
-            )
-        ]
-    unknown = [n for n in names.split(",") if n not in RECOMPUTE_MODULES] if colon else []
-    return [
-        error(
-            where,
-            recompute,
-            f"{name!r} cannot be recomputed by itself; modules are {', '.join(RECOMPUTE_MODULES)}",
-            f"selective:{RECOMPUTE_MODULES[-1]}",
-        )
-        for name in unknown
-    ]
+    where, kinds = "layout.recompute", ("none", "selective", "full")
+    if kind not in kinds or (colon and kind != "selective"):
+        message = f"recompute {recompute!r} is none of none, full, selective, selective:MODULE,..."
+        return [error(where, recompute, message, closest(kind, kinds) or "none")]
+    modules = names.split(",") if colon else []
+    unknown = [n for n in modules if n not in RECOMPUTE_MODULES]
+    if not unknown:
+        return []
+    known = ", ".join(RECOMPUTE_MODULES)
+    message = f"{', '.join(map(repr, unknown))} cannot be recomputed alone; modules are {known}"
+    likely = [closest(n, RECOMPUTE_MODULES) for n in modules]
+    mended = ",".join(dict.fromkeys(n for n in likely if n)) or RECOMPUTE_MODULES[-1]
+    return [error(where, recompute, message, f"selective:{mended}")]
+
+
+def _check_factor(given: Mapping[str, Any], part: str, whole: str) -> list[Finding]:
+    """One degree takes a factor out of another."""
+    value, total = given.get(part, 1), given.get(whole, 1)
+    if total % value == 0:
+        return []
+    message = f"{part} {value} does not divide {whole} {total}"
+    legal = nearest(value, divisors(total))
+    return [error(f"layout.{part}", value, message, legal, "degrees-divide")]
+
+
+def _check_stages(given: Mapping[str, Any]) -> list[Finding]:
+    stages = given.get("stages")
+    if stages is None:
+        return []
+    where, shown = "layout.stages", ",".join(map(str, stages))
+    findings = []
+    if any(n < 0 for n in stages) or sum(stages) < 1:
+        findings.append(error(where, shown, "layers of a chunk cannot be negative or all none"))
+    pp, vpp = given.get("pp", 1), given.get("vpp", 1)
+    if len(stages) != pp * vpp:
+        message = f"{len(stages)} numbers of layers for pp {pp} x vpp {vpp} = {pp * vpp} chunks"
+        findings.append(Finding("error", "stages", message, where, shown))
+    return findings
 
 
 def divisors(n: int) -> list[int]:
     """All divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def nearest(value: int, legal: list[int]) -> int:
@@ -186,8 +235,9 @@ def nearest(value: int, legal: list[int]) -> int:
     return min(legal, key=lambda d: (abs(d - value), d))
 
 
-def _undivided(world: int, given: Mapping[str, Any], names: str, product: int) -> Finding:
+def _undivided(world: int, given: Mapping[str, Any], product: int) -> Finding:
     """The degrees do not divide the world: name the one whose change mends it most cheaply."""
+    names = " x ".join(a for a in ("tp", "cp", "pp") if given.get(a, 1) > 1)
     options = {}
     for axis in ("tp", "cp", "pp"):
         degree = given.get(axis, 1)
@@ -202,14 +252,72 @@ def _undivided(world: int, given: Mapping[str, Any], names: str, product: int) -
     return Finding("error", "degrees-divide-world", message, where, value, options)
 
 
-def _uneven_dp(world: int, model_ranks: int, dp: int, given: Mapping[str, Any]) -> Finding:
-    axis = "dp_replicate" if "dp_replicate" in given else "dp_shard"
-    names = " x ".join(a for a in ("dp_replicate", "dp_shard") if a in given)
-    value = prod(given[a] for a in ("dp_replicate", "dp_shard") if a in given)
-    return error(
-        f"layout.{axis}",
-        given[axis],
-        f"{names} = {value} does not match dp = {world} / {model_ranks} = {dp}",
-        nearest(given[axis], divisors(dp)),
-        rule="dp-product",
-    )
+def _data_parallel(dp: int, given: Mapping[str, Any]) -> dict[str, int]:
+    """dp_replicate, dp_shard and zero, as far as they were given, and the rest."""
+    replicate, shard = given.get("dp_replicate"), given.get("dp_shard")
+    zero = given.get("zero", 0 if shard == 1 < dp else 1)
+    if replicate is None and shard is None:
+        replicate, shard = (dp, 1) if zero == 0 else (1, dp)
+    elif replicate is None:
+        replicate = dp // shard
+    elif shard is None:
+        shard = dp // replicate
+    return {"dp_replicate": replicate, "dp_shard": shard, "zero": zero}
+
+
+def _check_data_parallel(
+    world: int, model_ranks: int, given: Mapping[str, Any], derived: Mapping[str, int]
+) -> list[Finding]:
+    findings = []
+    dp = world // model_ranks
+    if derived["dp_replicate"] * derived["dp_shard"] != dp:
+        findings.append(_uneven_dp(world, model_ranks, given))
+    told = max(given.get("dp_shard", 1), 1 if findings else derived["dp_shard"])
+    if derived["zero"] == 0 and told > 1:
+        message = f"zero 0 shards no model state, so dp_shard must be 1, not {told}"
+        # Either is the cure: nothing sharded after all, or states that are.
+        suggest = {"layout.dp_shard": 1, "layout.zero": 1}
+        if "dp_shard" not in given:
+            message = f"zero 0 shards no model state, so dp_replicate must be dp = {dp}"
+            suggest = {"layout.dp_replicate": dp, "layout.zero": 1}
+        where = next(iter(suggest))
+        value = given[where.removeprefix("layout.")]
+        findings.append(Finding("error", "zero-0-shards-nothing", message, where, value, suggest))
+    return findings
+
+
+def _uneven_dp(world: int, model_ranks: int, given: Mapping[str, Any]) -> Finding:
+    dp = world // model_ranks
+    told = {a: given[a] for a in ("dp_replicate", "dp_shard") if a in given}
+    axis = next((a for a in told if dp % (prod(told.values()) // told[a]) == 0), "dp_shard")
+    others = prod(told.values()) // told[axis]
+    suggest = {}
+    if dp % others:  # then both must change
+        others = nearest(others, divisors(dp))
+        suggest = {"layout.dp_replicate": others}
+    legal = dp // others if len(told) == 2 else nearest(told[axis], divisors(dp))
+    message = f"{' x '.join(told)} = {prod(told.values())} does not match "
+    message += f"dp = {world} / {model_ranks} = {dp}"
+    suggest = {f"layout.{axis}": legal} | suggest
+    return Finding("error", "dp-product", message, f"layout.{axis}", told[axis], suggest)
+
+
+def _check_experts(given: Mapping[str, Any], derived: Mapping[str, int]) -> list[Finding]:
+    """The expert grid tiles a stage anew; it never crosses the replicas of sharded states."""
+    etp, ep = given.get("etp", 1), given.get("ep", 1)
+    inner = "dp_shard" if derived["zero"] else "dp"
+    ranks = given.get("tp", 1) * given.get("cp", 1) * derived["dp_shard"]
+    if derived["zero"] == 0:
+        ranks *= derived["dp_replicate"]
+    if ranks % (etp * ep) == 0:
+        return []
+    message = f"etp {etp} x ep {ep} does not divide tp x cp x {inner} = {ranks}"
+    if ranks % etp == 0:
+        axis, legal = "ep", nearest(ep, divisors(ranks // etp))
+    elif ranks % ep == 0:
+        axis, legal = "etp", nearest(etp, divisors(ranks // ep))
+    else:
+        axis, legal = "etp", 1
+        suggest = {"layout.etp": 1, "layout.ep": nearest(ep, divisors(ranks))}
+        return [Finding("error", "expert-grid", message, "layout.etp", etp, suggest)]
+    return [error(f"layout.{axis}", given[axis], message, legal, "expert-grid")]

@@ -16,13 +16,11 @@ from plait.spec.build import check_fields
 from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.huggingface import from_config
+from plait.spec.layout import LARGEST
 from plait.spec.model import Model
 
 #: Keys of a preset that say something about it and are no fields of `Model` or `Cluster`.
 ABOUT = ("published", "note", "aliases")
-
-#: More devices than anyone has; keeps searches for the nearest legal degree short.
-MOST_DEVICES = 10_000_000
 
 
 def model(name: str) -> Model:
@@ -82,10 +80,10 @@ def cluster(text: str) -> Cluster:
         right_device = names.get(closest(device, names, 0.3) or "")
         findings.append(f"no GPU is called {device!r}")
     if count.isascii() and count.isdecimal() and count.strip("0"):
-        too_many = len(count.lstrip("0")) > 8 or int(count) > MOST_DEVICES
-        right_count = str(MOST_DEVICES if too_many else int(count))
+        too_many = len(count.lstrip("0")) > 8 or int(count) > LARGEST
+        right_count = str(LARGEST if too_many else int(count))
         if too_many:
-            findings.append(f"{count} devices are more than {MOST_DEVICES}")
+            findings.append(f"{count} devices are more than {LARGEST}")
     elif not colon:
         findings.append(f"{text!r} does not say how many: write GPU:COUNT")
     else:
