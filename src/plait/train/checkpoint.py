@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -58,8 +59,15 @@ class Boxes:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offset, v.shape) for offset, v in self.boxes.items()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.boxes[index.offset]
+
+class _Save(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].boxes[index.offset]
+
+
+class _Load(DefaultLoadPlanner):
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].boxes[index.offset]
 
 
 def state_dict(program: Program) -> dict[str, Any]:
@@ -104,7 +112,8 @@ def save(program: Program, job: Job, step: int, folder: Path, extra: dict[str, A
         partial.mkdir(parents=True)
     _barrier(program)
     writer = dcp.FileSystemWriter(partial, sync_files=True)
-    dcp.save(state_dict(program), storage_writer=writer, no_dist=program.mesh.layout.world == 1)
+    alone = program.mesh.layout.world == 1
+    dcp.save(state_dict(program), storage_writer=writer, planner=_Save(), no_dist=alone)
     if first:
         updates = max((int(s["step"]) for s in program.optimizer.state.values()), default=step)
         about = {"step": step, "updates": updates, "model": job.model.name, **extra}
@@ -155,7 +164,8 @@ def load(program: Program, folder: Path) -> dict[str, Any]:
         problems = _mismatches(state, dcp.FileSystemReader(folder).read_metadata(), folder)
         if problems:
             raise UserError(problems)
-        dcp.load(state, checkpoint_id=folder, no_dist=program.mesh.layout.world == 1)
+        alone = program.mesh.layout.world == 1
+        dcp.load(state, checkpoint_id=folder, planner=_Load(), no_dist=alone)
     except UserError:
         raise
     except Exception as e:
