@@ -139,8 +139,9 @@ def rope_frequencies(
 def rope_tables(
     positions: Tensor, dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [S, dim / 2], for positions [S]; computed in float64, rounded once.
+    """(cos, sin), each [S, dim], for positions [S]; computed in float64, rounded once.
 
+    Both halves of a row belong to the same angles; the first half of sin is negated.
     YaRN's temperature scales both: 0.1 ln(factor) + 1 where the model states none.
     """
     angle = torch.outer(positions.double(), rope_frequencies(dim, theta, scaling, positions.device))
@@ -149,7 +150,8 @@ def rope_tables(
         scale = scaling.attention_factor
         if scale is None:
             scale = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+    cos, sin = (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -158,31 +160,25 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return _turn(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        return _turn(grad, *ctx.saved_tensors, -1), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[:, None], sin[:, None]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (a, b), (left, right) = x.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(a, cos, out=left)
-    left.addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=right)
-    right.addcmul_(a, sin)
-    return out
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    # Whole rows of memory: operations on halves take twice as long.
+    partner = x.roll(x.shape[-1] // 2, -1)
+    return (x * cos[:, None]).addcmul_(partner, sin[:, None], value=sign)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in the rotate-half convention of Hugging Face.
 
     Args:
-        x: [B, S, heads, dim]. cos, sin: [S, dim / 2].
+        x: [B, S, heads, dim]. cos, sin: [S, dim] as `rope_tables` makes them.
     """
     return _Rotate.apply(x, cos, sin)
 
@@ -192,10 +188,46 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def activate(kind: str, x: Tensor) -> Tensor:
-    """The MLP's nonlinearity, by the model's name for it; "geglu" has the tanh form (Gemma)."""
-    if kind == "swiglu":
-        return F.silu(x)
-    return F.gelu(x, approximate="none" if kind == "gelu" else "tanh")
+    """The nonlinearity of an MLP without a gate, by the model's name for it."""
+    return F.gelu(x, approximate=_GELU[kind])
+
+
+#: Gemma's gate has the tanh form.
+_GELU = {"gelu": "none", "gelu-tanh": "tanh", "geglu": "tanh"}
+
+
+class _Gated(torch.autograd.Function):
+    """act(gate) * up. Keeps gate and up only; act(gate) is made again in the backward.
+
+    That costs nothing in time (a fresh tensor is as dear as the arithmetic), and one
+    [T, ffn] tensor a layer less is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, kind: str, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.kind = kind
+        ctx.save_for_backward(gate, up)
+        return _gate(kind, gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_up = _gate(ctx.kind, gate).mul_(grad)
+        inner = grad * up
+        if ctx.kind == "swiglu":
+            return None, torch.ops.aten.silu_backward(inner, gate), grad_up
+        form = _GELU[ctx.kind]
+        return None, torch.ops.aten.gelu_backward(inner, gate, approximate=form), grad_up
+
+
+def _gate(kind: str, x: Tensor) -> Tensor:
+    return F.silu(x) if kind == "swiglu" else F.gelu(x, approximate=_GELU[kind])
+
+
+def gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    """The product of an MLP with a gate: silu(gate) * up ("swiglu") or gelu(gate) * up."""
+    return _Gated.apply(kind, gate, up)
 
 
 # ------------------------------------------------------------------------------------------

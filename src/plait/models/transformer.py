@@ -27,7 +27,7 @@ class Context:
         batch, seq: samples, tokens of each.
         positions: int64 [seq].
         rows: int64 [T], each token's number in the whole data: sample * seq + position.
-        cos, sin: rotary tables [seq, head_dim / 2]; None without rotary embedding.
+        cos, sin: rotary tables [seq, head_dim]; None without rotary embedding.
         local_cos, local_sin: the same for windowed layers; the same tensors unless the model
             gives those a theta of their own.
     """
@@ -140,7 +140,7 @@ class Mlp(nn.Module):
             (up,) = self.fan_out(x, self.up)
             return self.down(L.activate(self.kind, up))
         gate, up = self.fan_out(x, self.gate, self.up)
-        return self.down(L.activate(self.kind, gate) * up)
+        return self.down(L.gated(self.kind, gate, up))
 
 
 class Layer(nn.Module):
