@@ -380,6 +380,38 @@ def test_half_precision_is_as_near_as_its_rounding():
     assert abs(loss - expected) <= 2**-7 * expected
 
 
+def test_runs_on_fake_tensors():
+    from torch._subclasses import FakeTensorMode
+
+    for name in ("gemma3", "gpt2", "qwen3"):
+        with FakeTensorMode():
+            built = Transformer(model_of(name))
+            tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+            built(tokens, tokens).backward()
+            assert all(p.grad.shape == p.shape for p in built.parameters())
+
+
+def test_half_precision_gradients_have_the_dtype_of_the_weights():
+    built = Transformer(model_of("gemma3")).bfloat16()
+    built(*batch()).backward()
+    assert {p.grad.dtype for p in built.parameters()} == {torch.bfloat16}
+
+
+def test_recomputing_gives_the_same_gradients():
+    from torch.utils.checkpoint import checkpoint
+
+    (tokens, targets), grads = batch(), []
+    for again in (False, True):
+        built = dropping(0.3)
+        ctx = built.context(BATCH, SEQ)
+        x = built.embed(tokens.reshape(-1), ctx)
+        for layer in built.layers.values():
+            x = checkpoint(layer, x, ctx, use_reentrant=False) if again else layer(x, ctx)
+        built.head(x, ctx, targets.reshape(-1)).backward()
+        grads.append([p.grad for p in built.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -5,7 +5,6 @@ passes over memory than the arithmetic needs, the backward is written out by han
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -300,7 +299,7 @@ def softcap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
-def causal_mask(positions: Sequence[int] | Tensor, window: int) -> Tensor:
+def window_mask(positions: Tensor, window: int) -> Tensor:
     """[S, S], True where a query (row) sees a key: itself and the window - 1 before it."""
     back = positions[:, None] - positions[None, :]
     return (back >= 0) & (back < window)

@@ -30,6 +30,7 @@ class Context:
         cos, sin: rotary tables [seq, head_dim]; None without rotary embedding.
         local_cos, local_sin: the same for windowed layers; the same tensors unless the model
             gives those a theta of their own.
+        mask: bool [seq, seq], what windowed layers see; None where the window covers everything.
     """
 
     batch: int
@@ -40,6 +41,7 @@ class Context:
     sin: Tensor | None = None
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class Embed(nn.Module):
@@ -107,9 +109,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """[B, S, heads, dim] (k and v may have fewer heads) -> [B, S, heads, dim]."""
-        mask = None
-        if self.window is not None and ctx.seq > self.window:
-            mask = L.causal_mask(ctx.positions, self.window)
+        mask = None if self.window is None else ctx.mask
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -249,6 +249,8 @@ class Transformer(nn.Module):
                 ctx.local_cos, ctx.local_sin = L.rope_tables(
                     positions, dim, model.rope_local_theta, None, dtype
                 )
+        if model.window is not None and seq > model.window:
+            ctx.mask = L.window_mask(positions, model.window)
         return ctx
 
     def forward(
