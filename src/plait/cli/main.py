@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command line; returns its exit code and never raises."""
+    """Runs a command line; returns its exit code and never raises (unless PLAIT_DEBUG is set)."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _dispatch(argv)
