@@ -12,6 +12,7 @@ from typing import Any
 
 from plait.spec.build import check_fields, convert, describe
 from plait.spec.findings import Finding, UserError, closest, error
+from plait.spec.layout import divisors, nearest
 from plait.spec.model import MLA, Model, MoE, RopeScaling
 
 #: Model field -> config keys, the first one present counts. True of most architectures.
@@ -222,32 +223,8 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
             given[key] = config[key]
 
     findings: list[Finding] = []
-    for key in TYPES.keys() & given.keys():
-        if given[key] is not None:
-            try:
-                given[key] = convert(given[key], TYPES[key], f"{where}.{key}", findings)
-            except (TypeError, ValueError, OverflowError):
-                message = f"{given[key]!r} is not {describe(TYPES[key])}"
-                findings.append(error(f"{where}.{key}", given[key], message))
-                del given[key]
-    read = dict(arch.fixed)
-    for name_, keys in KEYS.items():
-        value = _first(given, keys)
-        if value is not None:
-            read[name_] = value
-    for bias in arch.attention_bias:
-        read[bias] = given.get("attention_bias", read.get(bias, False))
-    read["mlp"] = _activation(given, arch, where, findings)
-    numbers = check_fields(Model, read, where, findings)
-    for size in ("layers", "hidden", "heads", "vocab", "seq", *(["ffn"] if kind != "gpt2" else [])):
-        if size not in read:
-            findings.append(error(f"{where}.{KEYS[size][0]}", None, "is missing"))
-    for size in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq"):
-        value, most = numbers.get(size, 1), MOST_LAYERS if size == "layers" else LARGEST_SIZE
-        if value < 1:
-            findings.append(error(f"{where}.{size}", value, f"{size} {value} is below 1", 1))
-        elif value > most:
-            findings.append(error(f"{where}.{size}", value, f"{size} is above {most}", most))
+    _check_types(given, where, findings)
+    numbers = _sizes(given, arch, where, findings)
     _refuse_unexpressed(given, arch, where, findings)
     if findings:
         raise UserError(findings)
@@ -265,7 +242,7 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
         findings.append(error(f"{where}.query_pre_attn_scalar", scalar, message))
     heads, kv_heads = numbers["heads"], numbers.get("kv_heads", numbers["heads"])
     if heads % kv_heads:
-        legal = max(d for d in range(1, kv_heads + 1) if heads % d == 0)
+        legal = nearest(kv_heads, divisors(heads))
         message = f"{heads} heads are no multiple of {kv_heads} KV heads"
         findings.append(error(f"{where}.num_key_value_heads", kv_heads, message, legal))
     if "head_dim" not in numbers and numbers["hidden"] % heads:
@@ -278,6 +255,43 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
     elif numbers["mla"] is not None:
         numbers |= _mla_scale(given, numbers["head_dim"])
     return Model.of(name, **numbers)
+
+
+def _check_types(given: dict[str, Any], where: str, findings: list[Finding]) -> None:
+    """Convert what `TYPES` names; what is of another type is dropped with a finding."""
+    for key in TYPES.keys() & given.keys():
+        if given[key] is not None:
+            try:
+                given[key] = convert(given[key], TYPES[key], f"{where}.{key}", findings)
+            except (TypeError, ValueError, OverflowError):
+                message = f"{given[key]!r} is not {describe(TYPES[key])}"
+                findings.append(error(f"{where}.{key}", given[key], message))
+                del given[key]
+
+
+def _sizes(
+    given: Mapping[str, Any], arch: Architecture, where: str, findings: list[Finding]
+) -> dict[str, Any]:
+    """The Model fields that stand under a key of their own, checked one by one."""
+    read = dict(arch.fixed)
+    for name, keys in KEYS.items():
+        value = _first(given, keys)
+        if value is not None:
+            read[name] = value
+    for bias in arch.attention_bias:
+        read[bias] = given.get("attention_bias", read.get(bias, False))
+    read["mlp"] = _activation(given, arch, where, findings)
+    numbers = check_fields(Model, read, where, findings)
+    for size in ("layers", "hidden", "heads", "vocab", "seq", "ffn"):
+        if size not in read and (size != "ffn" or read["mlp"] in GATED.values()):
+            findings.append(error(f"{where}.{KEYS[size][0]}", None, "is missing"))
+    for size in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq"):
+        value, most = numbers.get(size, 1), MOST_LAYERS if size == "layers" else LARGEST_SIZE
+        if value < 1:
+            findings.append(error(f"{where}.{size}", value, f"{size} {value} is below 1", 1))
+        elif value > most:
+            findings.append(error(f"{where}.{size}", value, f"{size} is above {most}", most))
+    return numbers
 
 
 def _first(given: Mapping[str, Any], keys: str | tuple[str, ...]) -> Any:

@@ -74,7 +74,7 @@ class Model:
         name: how people call it.
         layers, hidden, heads, kv_heads, head_dim, ffn, vocab: sizes; `ffn` per matrix.
         seq: longest sequence that it is meant for, tokens.
-        mlp: "swiglu", "geglu" (both gated) or "gelu" ("gelu-tanh": its tanh form).
+        mlp: "swiglu", "geglu" (both gated; geglu in the tanh form) or "gelu", "gelu-tanh".
         norm: "rms" or "layer"; `norm_eps` its epsilon.
         norm_offset: weights are stored as w and used as 1 + w (Gemma).
         norm_at: "input" (pre-norm), "output" (OLMo 2) or "both" (Gemma 2 and 3).
@@ -87,7 +87,7 @@ class Model:
         embed_norm: a norm follows the embedding (BLOOM).
         qkv_bias, o_bias, mlp_bias: biases of the linear maps.
         dropout: probability, after the embedding and each residual branch.
-        window: positions that attention looks back on (None: all).
+        window: positions that attention looks back on, its own included (None: all).
         full_every: with a window, one layer in `full_every` sees everything (None: none does).
         attention_scale: scores are multiplied by it (1 / sqrt(head_dim) when None).
         attention_softcap, logit_softcap: tanh soft caps (Gemma 2), None without.
