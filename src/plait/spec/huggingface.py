@@ -259,13 +259,14 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> 
 
 def _check_types(given: dict[str, Any], where: str, findings: list[Finding]) -> None:
     """Convert what `TYPES` names; what is of another type is dropped with a finding."""
-    for key in TYPES.keys() & given.keys():
-        if given[key] is not None:
+    for key, kind in TYPES.items():
+        value = given.get(key)
+        if value is not None:
             try:
-                given[key] = convert(given[key], TYPES[key], f"{where}.{key}", findings)
+                given[key] = convert(value, kind, f"{where}.{key}", findings)
             except (TypeError, ValueError, OverflowError):
-                message = f"{given[key]!r} is not {describe(TYPES[key])}"
-                findings.append(error(f"{where}.{key}", given[key], message))
+                message = f"{value!r} is not {describe(kind)}"
+                findings.append(error(f"{where}.{key}", value, message))
                 del given[key]
 
 
