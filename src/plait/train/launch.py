@@ -1,0 +1,441 @@
+"""Starts the ranks of a run, or joins those that torchrun or SLURM started, and says how it ended.
+
+Above everything else a run ends well: one line says which rank stopped, in which step and why, and
+no process stays behind. A rank therefore writes down what ended it (`Outcome`) before it goes; a
+rank that was killed cannot, and is known by that. The number of the step that a rank is in lies in
+memory that it shares with the launcher, so it is known of a rank that was killed, too.
+
+torch is imported late: the server from which ranks are forked imports it at the same time as the
+launcher does, and both must find OMP_NUM_THREADS set.
+"""
+
+import faulthandler
+import json
+import logging
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.spec.findings import Finding, UserError, error
+from plait.spec.job import Job
+from plait.train.place import Place, joined
+
+if TYPE_CHECKING:
+    import torch
+
+    from plait.train.metrics import Metrics
+
+#: What a rank does: (job, its world, its reporter) -> result of the run. Importable by name.
+Work = Callable[[Job, "World", "Metrics"], Any]
+
+#: Seconds that a rank which lost a peer waits, so that the peer is found to have died first.
+PATIENCE = 5.0
+
+
+class RunFailed(Exception):
+    """The run cannot go on (a loss that is no number, say); the message is one line."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place among all ranks.
+
+    Attributes:
+        rank, world_size: over all machines.
+        local_rank: on this machine.
+        device: where it computes.
+        backend: "nccl" or "gloo".
+        steps: [world_size] int64, the step that each rank is in, shared with the launcher.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: "torch.device"
+    backend: str
+    steps: memoryview
+
+    def at_step(self, step: int) -> None:
+        """Notes that this rank begins a step, for the case that it does not come out of it."""
+        self.steps[self.rank] = step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended, in its own words.
+
+    Attributes:
+        seconds: when, on a clock that all ranks of a machine share.
+        step: in which step, -1 before the first.
+        kind: "question" (a UserError, findings), "failed" (RunFailed), "lost" (a peer went away)
+            or "raised" (anything else).
+    """
+
+    rank: int
+    seconds: float
+    step: int
+    kind: str
+    message: str = ""
+    findings: tuple[Finding, ...] = ()
+
+
+def run(job: Job, as_json: bool = False, work: Work | None = None) -> int:
+    """Runs a job over all its ranks, here or as one of ranks that were started elsewhere.
+
+    Args:
+        as_json: one JSON object on stdout, the result or {"errors": [...]}.
+        work: what each rank does; `plait.train.trainer.train` if not given.
+
+    Returns:
+        the exit code: 0 done, 1 the run failed, 2 the question is wrong, 128 + n stopped by
+        signal n (130 for Ctrl-C).
+    """
+    try:
+        place = joined(os.environ)
+        result = _join(job, place, as_json, work) if place else _launch(job, as_json, work)
+    except UserError as e:
+        _complain(e.findings, as_json)
+        return 2
+    except RunFailed as e:
+        _complain([error("run", None, str(e))] if as_json else [str(e)], as_json)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except _Ended as e:
+        return e.args[0]
+    if as_json and result is not None:
+        print(json.dumps(asdict(result) if is_dataclass(result) else result), flush=True)
+    return 0
+
+
+class _Ended(Exception):
+    """The run ends with this exit code, and there is nothing to say about it here."""
+
+
+def _complain(problems: Any, as_json: bool) -> None:
+    if as_json:
+        keys = ("where", "value", "message", "nearest")
+        errors = [{k: getattr(f, k) for k in keys} for f in problems]
+        print(json.dumps({"errors": errors}, default=str), flush=True)
+        return
+    for problem in problems:
+        print(problem.line() if isinstance(problem, Finding) else problem, file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------
+# Starting ranks on this machine
+
+
+def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
+    ranks = job.layout.world
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // ranks))
+    with tempfile.TemporaryDirectory(prefix="plait-") as name, _environment(threads):
+        folder = Path(name)
+        steps = _shared_steps(folder, ranks)
+        _warm_server(work)
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=folder.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+            shutdown_timeout=5,
+        )
+        try:
+            with _alone_with_the_ranks():
+                results = elastic_launch(config, _rank)(job, folder, threads, as_json, work)
+        except SignalException as e:
+            raise _Ended(128 + int(e.sigval)) from None
+        except ChildFailedError as e:
+            rank, failure = e.get_first_failure()
+            raise verdict(folder, rank, failure.exitcode, steps) from None
+        finally:
+            _show_cursor()
+        return results[0]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+@contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """What must be in the environment before torch is imported here and in the ranks."""
+    wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    added = {k: v for k, v in wanted.items() if k not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
+
+
+def _warm_server(work: Work | None) -> None:
+    """Starts the process that ranks are forked from, if there is none yet.
+
+    Of the three ways to start ranks, spawn imports torch once a rank; fork copies the threads'
+    locks and the signal handlers of the launcher, and a GPU runtime does not survive it. A fork
+    server has imported everything, has one thread and has run nothing.
+    """
+    from multiprocessing import forkserver
+
+    program = "plait.train.trainer" if work is None else work.__module__
+    forkserver.set_forkserver_preload(
+        ["torch.distributed.elastic.multiprocessing.api", program, "plait.train.metrics"]
+    )
+    forkserver.ensure_running()
+
+
+@contextmanager
+def _alone_with_the_ranks() -> Iterator[None]:
+    """Silences torch's own account of how ranks end, and keeps the signal handlers it replaces."""
+    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {name: signal.getsignal(name) for name in names}
+    loud = logging.root.manager.disable
+    if not _debugging():
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(loud)
+        if threading.current_thread() is threading.main_thread():
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+
+def _debugging() -> bool:
+    return os.environ.get("PLAIT_DEBUG") == "1"
+
+
+def _show_cursor() -> None:
+    """A rank that was killed may have left a terminal without a cursor."""
+    if sys.stderr.isatty():
+        print("\x1b[?25h", end="", file=sys.stderr, flush=True)
+
+
+def _shared_steps(folder: Path, ranks: int, create: bool = True) -> memoryview:
+    """The ranks' current steps, int64 [ranks], in a file that all of them map."""
+    path = folder / "steps"
+    if create:
+        path.write_bytes((-1).to_bytes(8, sys.byteorder, signed=True) * ranks)
+    with open(path, "r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 8 * ranks)).cast("q")
+
+
+def verdict(folder: Path, rank: int, exitcode: int, steps: memoryview) -> Exception:
+    """What ended a run: `rank` was found dead first, and the ranks' own words lie in a folder.
+
+    A rank that went without a word was killed, which explains all that the others say. Otherwise
+    the first to speak is the cause, for the others lost it.
+    """
+    said = [pickle.loads(p.read_bytes()) for p in sorted(folder.glob("rank*.outcome"))]
+    asked = [o for o in said if o.kind == "question"]
+    if asked:
+        return UserError(min(asked, key=lambda o: o.rank).findings)
+    failed = [o for o in said if o.kind == "failed"]
+    if failed:
+        return RunFailed(min(failed, key=lambda o: o.rank).message)
+    if rank not in {o.rank for o in said}:
+        return RunFailed(f"rank {rank} died {_when(steps[rank])}: {_exit_reason(exitcode)}")
+    first = min(said, key=lambda o: (o.kind == "lost", o.seconds))
+    return RunFailed(f"rank {first.rank} died {_when(first.step)}: {first.message}")
+
+
+def _when(step: int) -> str:
+    return "before its first step" if step < 0 else f"in step {step}"
+
+
+def _exit_reason(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"it exited with code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = " (as the system does when memory runs out)" if -exitcode == signal.SIGKILL else ""
+    return f"killed by {name}{hint}"
+
+
+# ------------------------------------------------------------------------------------------
+# A rank
+
+
+def _rank(job: Job, folder: Path, threads: int, as_json: bool, work: Work | None) -> Any:
+    """One rank of a launched run; the entry point of its process."""
+    import torch
+
+    faulthandler.disable()  # how a rank died is said once, by the launcher
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, also while waiting in gloo
+    # A rank is a child of the fork server, and that lives as long as its children do.
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    torch.set_num_threads(threads)
+    place = joined(os.environ)
+    steps = _shared_steps(folder, place.world_size, create=False)
+    try:
+        return _work(job, place, steps, as_json, work)
+    except BaseException as e:
+        outcome = _outcome(e, place.rank, steps[place.rank])
+        draft = folder / f"rank{place.rank}.draft"
+        draft.write_bytes(pickle.dumps(outcome))
+        draft.rename(folder / f"rank{place.rank}.outcome")
+        if outcome.kind == "lost":
+            time.sleep(PATIENCE)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _end_with_the_launcher() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _join(job: Job, place: Place, as_json: bool, work: Work | None) -> Any:
+    """One rank of ranks that somebody else started."""
+    if place.world_size != job.layout.world:
+        message = (
+            f"{place.world_size} ranks were started, the layout needs {job.layout.world} "
+            f"(tp {job.layout.tp} x cp {job.layout.cp} x pp {job.layout.pp} x dp {job.layout.dp})"
+        )
+        if place.rank:
+            raise _Ended(2)
+        raise UserError([error("ranks", place.world_size, message, job.layout.world)])
+    steps = memoryview(bytearray(b"\xff" * 8 * place.world_size)).cast("q")
+    try:
+        return _work(job, place, steps, as_json, work)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:
+        outcome = _outcome(e, place.rank, steps[place.rank])
+        if not _first_to_speak():
+            raise _Ended(2 if outcome.kind == "question" else 1) from None
+        if isinstance(e, UserError | RunFailed):
+            raise
+        why = f"rank {place.rank} stopped {_when(outcome.step)}: {outcome.message}"
+        raise RunFailed(why) from None
+
+
+def _work(job: Job, place: Place, steps: memoryview, as_json: bool, work: Work | None) -> Any:
+    """Meets the other ranks, does the work, parts. The result on rank 0, None on others."""
+    import torch.distributed as dist
+
+    from plait.train.metrics import Metrics
+
+    if work is None:
+        from plait.train.trainer import train as work
+    device, backend = _device(place)
+    job = resolve_dtype(job, device)
+    world = World(place.rank, place.world_size, place.local_rank, device, backend, steps)
+    if place.rank == 0:
+        ranks = "1 rank" if place.world_size == 1 else f"{place.world_size} ranks"
+        kind = "CPU" if device.type == "cpu" else "GPU"
+        print(f"{ranks} on {kind}: {backend}, {job.train.dtype}", file=sys.stderr, flush=True)
+    _meet(place, device, backend, job.train.timeout)
+    with Metrics(job, place.rank, as_json) as report:
+        result = work(job, world, report)
+    dist.destroy_process_group()
+    return result if place.rank == 0 else None
+
+
+def _device(place: Place) -> tuple["torch.device", str]:
+    """The rank's own GPU and nccl if there is one for each rank of the machine, else CPU, gloo."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    alone = gpus == 1 and "SLURM_GPUS_PER_TASK" in os.environ  # each rank sees only its own
+    if gpus < place.local_size and not alone:
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", 0 if alone else place.local_rank)
+    torch.cuda.set_device(device)
+    return device, "nccl"
+
+
+def resolve_dtype(job: Job, device: "torch.device") -> Job:
+    """The job with `train.dtype` "auto" decided: bfloat16 on a GPU that has it, else float32."""
+    import torch
+
+    if job.train.dtype != "auto":
+        return job
+    has = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return replace(job, train=replace(job.train, dtype="bfloat16" if has else "float32"))
+
+
+def _meet(place: Place, device: "torch.device", backend: str, timeout: float) -> None:
+    """Makes the default process group.
+
+    The store is put under a prefix of its own for each attempt: torch does not, and ranks that
+    are started again would read the addresses of the dead.
+    """
+    import torch.distributed as dist
+
+    wait = timedelta(seconds=timeout)
+    store = dist.TCPStore(
+        place.address, place.port, is_master=place.hosts, wait_for_workers=False, timeout=wait
+    )
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"plait/{place.attempt}", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=wait,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _first_to_speak() -> bool:
+    """Whether no other rank has said yet why the run ends; True if nobody can be asked."""
+    import torch.distributed as dist
+
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=2))
+        return store.add("ended", 1) == 1
+    except Exception:
+        return True
+
+
+def _outcome(e: BaseException, rank: int, step: int) -> Outcome:
+    """What a rank says of the exception that ends it."""
+    now = time.monotonic()
+    if isinstance(e, UserError):
+        return Outcome(rank, now, step, "question", findings=e.findings)
+    if isinstance(e, RunFailed):
+        return Outcome(rank, now, step, "failed", str(e))
+    import torch.distributed as dist
+
+    text = (str(e).strip().splitlines() or [""])[0]
+    lost = isinstance(e, dist.DistError) or "gloo" in text or "NCCL" in text
+    if lost:
+        return Outcome(rank, now, step, "lost", f"it lost the other ranks ({text})")
+    if _debugging():
+        traceback.print_exception(e)
+    frames = traceback.extract_tb(e.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return Outcome(rank, now, step, "raised", f"{type(e).__name__}: {text}{at}")

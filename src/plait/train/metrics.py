@@ -1,0 +1,248 @@
+"""What a run tells: a progress line for people, a line of JSON a step for programs, a last table.
+
+Only rank 0 tells anything. Progress goes to stderr: one live line on a terminal, elsewhere a plain
+line every few seconds. The table goes to stdout, unless that is kept for JSON.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from plait.spec.findings import UserError, error
+from plait.spec.job import Job
+
+#: Seconds between two lines, on a terminal and elsewhere.
+LIVE_INTERVAL, PLAIN_INTERVAL = 0.1, 5.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as it is written to the metrics file.
+
+    Attributes:
+        step: its number, the first is 0.
+        loss: mean over the valid tokens of the global batch, nats.
+        grad_norm: of the whole gradient, before clipping.
+        tokens_per_second: of all ranks together.
+        learning_rate: used in this step.
+        seconds: that the step took.
+        memory_bytes: the largest that a rank has held so far.
+        skipped: nothing was updated (float16 overflow).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_second: float
+    learning_rate: float
+    seconds: float
+    memory_bytes: int
+    skipped: bool = False
+
+    def to_json(self) -> str:
+        """One line. JSON has no NaN and no infinity: they become null."""
+        fields = asdict(self).items()
+        return json.dumps({k: v if math.isfinite(v) else None for k, v in fields})
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank held and sent: bytes by memory class, and by axis and collective a step."""
+
+    rank: int
+    held: Mapping[str, int]
+    sent: Mapping[str, int]
+
+
+class Metrics:
+    """Reports a run: `start`, then `step` after each step, `close`, and `summary` at the end.
+
+    On ranks other than 0 all of them do nothing. As a context manager it closes itself.
+    """
+
+    def __init__(self, job: Job, rank: int = 0, as_json: bool = False):
+        """as_json: stdout belongs to a JSON object, so the summary goes to stderr."""
+        self.job, self.telling = job, rank == 0
+        self.console = Console(stderr=True)
+        self.out = self.console if as_json else Console()
+        self.file: IO[str] | None = None
+        self.live: Progress | None = None
+        self.task = 0
+        self.shown = -math.inf  # when the progress was last shown
+        self.pace: float | None = None  # seconds of a step, smoothed
+        self.tokens = job.train.global_batch * job.train.seq_len
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, first_step: int = 0) -> None:
+        """Opens the metrics file and shows the progress line.
+
+        A run that goes on at `first_step` keeps the lines of earlier steps and drops the rest:
+        those steps come again.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        if not self.telling:
+            return
+        if self.job.metrics:
+            self.file = _open(Path(self.job.metrics), first_step)
+        if self.console.is_terminal:
+            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(12)
+            self.live = Progress(
+                *columns,
+                TextColumn("{task.fields[line]}"),
+                console=self.console,
+                auto_refresh=False,
+            )
+            self.task = self.live.add_task(
+                "", total=self.job.train.steps, completed=first_step, line=""
+            )
+            self.live.start()
+            self.live.refresh()
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        seconds: float,
+        memory_bytes: int,
+        skipped: bool = False,
+    ) -> None:
+        """Reports a step that is done."""
+        if not self.telling:
+            return
+        rate = self.tokens / max(seconds, 1e-9)
+        done = Step(step, loss, grad_norm, rate, learning_rate, seconds, int(memory_bytes), skipped)
+        if self.file is not None:
+            self.file.write(done.to_json() + "\n")
+            self.file.flush()
+        # The first step is slow (caches, first allocations) and does not count for the rest.
+        self.pace = seconds if self.pace is None or step < 2 else 0.9 * self.pace + 0.1 * seconds
+        self._show(done)
+
+    def _show(self, done: Step) -> None:
+        steps = self.job.train.steps
+        last = done.step + 1 == steps
+        now = time.monotonic()
+        if now - self.shown < (LIVE_INTERVAL if self.live else PLAIN_INTERVAL) and not last:
+            return
+        self.shown = now
+        line = (
+            f"loss {done.loss:.4f}  {done.tokens_per_second:,.0f} tokens/s  "
+            f"{_clock(self.pace * (steps - done.step - 1))} left  "
+            f"{readable(done.memory_bytes)}  norm {done.grad_norm:.3g}  "
+            f"lr {done.learning_rate:.2e}" + ("  skipped" if done.skipped else "")
+        )
+        if self.live:
+            self.live.update(self.task, completed=done.step + 1, line=line)
+            self.live.refresh()
+        else:
+            print(f"step {done.step + 1}/{steps}  {line}", file=self.console.file, flush=True)
+
+    def close(self) -> None:
+        """Leaves the terminal and the file as they should be; may be called twice."""
+        if self.live:
+            self.live.stop()
+            self.live = None
+        if self.file:
+            self.file.close()
+            self.file = None
+
+    def summary(self, shares: Sequence[Share], checkpoint: str = "", command: str = "") -> None:
+        """The end of a run: what each rank held and sent, where to go on.
+
+        Args:
+            checkpoint: the last one's folder; "" if there is none.
+            command: what a person types to continue from it.
+        """
+        if not self.telling:
+            return
+        self.close()
+        self.out.print(_table("held, at the peak", shares, [s.held for s in shares]))
+        self.out.print(_table("sent a step", shares, [s.sent for s in shares]))
+        # Plain prints: a path or a command must come out whole, to be copied.
+        if checkpoint:
+            print(f"checkpoint  {checkpoint}", file=self.out.file)
+        if command:
+            print(f"continue    {command}", file=self.out.file)
+
+
+def _open(path: Path, first_step: int) -> IO[str]:
+    """The metrics file, ready for the line of `first_step`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_before(path, first_step)
+        if first_step and path.exists():
+            # Replaced as a whole: a run that is stopped here loses nothing.
+            draft = path.with_name(path.name + ".new")
+            draft.write_text(kept, encoding="utf-8")
+            os.replace(draft, path)
+        return open(path, "a" if first_step else "w", encoding="utf-8")
+    except OSError as e:
+        message = f"{path} cannot be written: {e.strerror}"
+        raise UserError([error("metrics", str(path), message)]) from None
+
+
+def _lines_before(path: Path, first_step: int) -> str:
+    """The whole lines of a metrics file whose steps come before `first_step`."""
+    if not first_step or not path.exists():
+        return ""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + "\n")
+        except (ValueError, TypeError, KeyError):
+            continue  # the last line of a run that was killed while it wrote
+    return "".join(kept)
+
+
+def _table(title: str, shares: Sequence[Share], rows: Sequence[Mapping[str, int]]) -> Table:
+    """Ranks down, kinds of bytes across; neighbouring ranks with the same numbers share a row."""
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row))
+    table = Table(title=title, title_justify="left")
+    table.add_column("ranks")
+    for kind in (*kinds, "total"):
+        table.add_column(kind, justify="right")
+    pairs = sorted(zip((s.rank for s in shares), rows, strict=True), key=lambda pair: pair[0])
+    for row, members in groupby(pairs, key=lambda pair: dict(pair[1])):
+        ranks = [rank for rank, _ in members]
+        name = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        cells = [readable(row[k]) if k in row else "" for k in kinds]
+        table.add_row(name, *cells, readable(sum(row.values())))
+    return table
+
+
+def readable(count: float) -> str:
+    """Bytes for people, in powers of 1024: "1.5 MiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(int(count).bit_length() - 1, 0) // 10, len(units) - 1)
+    scaled = count / 1024**power
+    digits = 0 if power == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+    return f"{scaled:.{digits}f} {units[power]}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
