@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -59,15 +60,29 @@ class Boxes:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offset, v.shape) for offset, v in self.boxes.items()]
 
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.boxes[index.offset]
+
+
+# The default planners take only torch's own tensor classes where they prepare a state dict to be
+# read into and where they look up a box by its offset.
+
 
 class _Save(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].boxes[index.offset]
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
 class _Load(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.flatten_state_dict = False
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].boxes[index.offset]
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
 def state_dict(program: Program) -> dict[str, Any]:
