@@ -91,8 +91,9 @@ class MemoryTracker(TorchDispatchMode):
             self.in_head = True
             args[0].register_hook(leave)
 
-        def leave(_: Tensor) -> None:
+        def leave(grad: Tensor) -> None:
             self.in_head = False
+            self._move(grad, "activations")
 
         self.hooks.append(head.register_forward_pre_hook(enter))
 

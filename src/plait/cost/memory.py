@@ -1,0 +1,85 @@
+"""What a rank holds, moment by moment, by formula.
+
+States come from the buckets exactly. For the rest the step is gone through tensor by tensor, as
+the program makes and drops them: a `Tape` is told what is taken and what is let go, and remembers
+when most was held. Sizes follow from the shapes below; what autograd keeps follows from the
+functions of `models/layers.py`, `parallel/tensor.py` and torch:
+
+    module       keeps for backward (bytes; c a compute element, a an accurate one)
+    -----------  ------------------------------------------------------------------------------
+    stream       the input of each branch, c t H (t: this rank's rows of the residual stream)
+    RMSNorm      a number a row, a t                        LayerNorm: mean and 1 / deviation
+    fan-out      its input, c t H: under sequence parallelism this rank's rows, gathered anew
+    attention    q, k, v, the output: c T (2 q + 2 kv); log-sum-exp of each head, a T heads
+    MLP          gate, up and their product: c T 3 f (no gate: up and its activation, c T 2 f)
+    dropout      the mask, a byte an element
+    loss         log probabilities (tp: the softmax), a T V / tp
+
+T tokens of a micro batch, H hidden, q, kv, f, V this rank's widths. Full recompute keeps the
+stream alone; selective recompute keeps a module's input. Not counted: what kernels use inside,
+and tensors of a few numbers a token.
+"""
+
+from collections.abc import Sequence
+
+from plait.cost.activations import Step
+from plait.cost.dtypes import dtypes_of
+from plait.cost.ledger import StageMemory
+from plait.cost.tape import MOMENTS, Tape
+from plait.spec.buckets import Bucket, make_buckets, zero_stage
+from plait.spec.job import DTYPE_BYTES, Job
+
+
+def memory(job: Job) -> list[StageMemory]:
+    """What a rank holds when each moment of a step is at its fullest.
+
+    A step in the steady state; each rank holds the same. `train.dtype` must be resolved.
+    """
+    buckets = buckets_of(job)
+    tape = Tape(states(job, buckets))
+    Step(job, tape, buckets).run()
+    return [
+        StageMemory(0, moment, **tape.peaks[moment], total=sum(tape.peaks[moment].values()))
+        for moment in MOMENTS
+    ]
+
+
+# ------------------------------------------------------------------------------------------
+# Sizes
+
+
+def element_bytes(job: Job) -> tuple[int, int, int]:
+    """Bytes of an element of (compute, master, gradient)."""
+    dtypes = dtypes_of(job)
+    return tuple(DTYPE_BYTES[d] for d in (dtypes.compute, dtypes.master, dtypes.grad))
+
+
+def states(job: Job, buckets: Sequence[Bucket]) -> dict[str, int]:
+    """Bytes that a rank holds all the time, by class, padding included.
+
+    With n elements in a bucket and N ranks to shard over, c, m, g bytes of a compute, master and
+    gradient element, Adam's two moments in the master dtype:
+
+        ZeRO    parameters     gradients   optimizer
+        0       c n            g n         2 m n        (+ m n of master weights if c < m)
+        1       c n            g n         2 m n / N    (+ m n / N)
+        2       c n            g n / N     2 m n / N    (+ m n / N)
+        3       m n / N, c = m g n / N     2 m n / N    (c < m: + m n / N, and no parameters:
+                                                        the weights exist as masters only)
+    """
+    c, m, g = element_bytes(job)
+    zero = zero_stage(job.layout)
+    whole = sum(b.size for b in buckets)
+    own = whole // job.layout.fsdp if zero else whole
+    split = c != m
+    return {
+        "parameters": c * whole if zero < 3 else (0 if split else m * own),
+        "gradients": g * (whole if zero < 2 else own),
+        "optimizer": 2 * m * own + (m * own if split else 0),
+    }
+
+
+def buckets_of(job: Job) -> list[Bucket]:
+    """The buckets of the data-parallel engine, as `train.program.Program` makes them."""
+    grad = element_bytes(job)[2]
+    return make_buckets(job.model, job.layout, job.train.bucket_mib * 2**20, grad)

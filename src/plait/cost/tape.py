@@ -1,0 +1,58 @@
+"""A tape: what is alive while a program makes and drops tensors, and when most of it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from plait.cost.ledger import MEMORY_CLASSES
+
+#: Moments of a step. "loss" is the head: from its forward until backward is down at its input.
+MOMENTS = ("forward", "loss", "backward", "optimizer")
+
+
+class Tape:
+    """What is alive, and when most of it was.
+
+    Attributes:
+        now: class -> bytes. peaks: moment -> `now` when its sum was largest.
+        moment: where in a step we are.
+        kind: the class of what is taken unless it says otherwise.
+    """
+
+    def __init__(self, states: dict[str, int]):
+        self.now = dict.fromkeys(MEMORY_CLASSES, 0) | states
+        self.total = sum(self.now.values())
+        self.most = dict.fromkeys(MOMENTS, -1)
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.kind = "activations"
+        self.enter("forward", "activations")
+
+    def enter(self, moment: str, kind: str) -> None:
+        """Another moment begins, in which tensors are of another class."""
+        self.moment, self.kind = moment, kind
+        self.take(0)
+
+    def take(self, n: int, kind: str = "") -> None:
+        """n bytes more are alive."""
+        self.now[kind or self.kind] += n
+        self.total += n
+        if self.total >= self.most[self.moment]:
+            self.most[self.moment] = self.total
+            self.peaks[self.moment] = dict(self.now)
+
+    def drop(self, n: int, kind: str = "") -> None:
+        """n bytes are let go."""
+        self.now[kind or self.kind] -= n
+        self.total -= n
+
+    @contextmanager
+    def during(self, n: int, kind: str = "") -> Iterator[None]:
+        """n bytes are alive within."""
+        kind = kind or self.kind
+        self.take(n, kind)
+        yield
+        self.drop(n, kind)
+
+    def spike(self, n: int) -> None:
+        """n bytes are alive for a moment."""
+        self.take(n)
+        self.drop(n)
