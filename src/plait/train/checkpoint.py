@@ -183,9 +183,12 @@ def load(program: Program, folder: Path) -> dict[str, Any]:
         dcp.load(state, checkpoint_id=folder, planner=_Load(), no_dist=alone)
     except UserError:
         raise
-    except Exception as e:
-        message = str(e).strip().split("\n")[-1] or type(e).__name__
-        raise UserError([error(where, str(folder), f"{folder}: cannot be read: {message}")]) from e
+    except (Exception, CheckpointException) as e:
+        # CheckpointException is no Exception, and carries those of the ranks that failed.
+        cause = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+        message = (str(cause).strip().splitlines() or [""])[0]
+        what = f"{folder}: cannot be read: {type(cause).__name__} {message}".strip()
+        raise UserError([error(where, str(folder), what)]) from None
     for s in program.optimizer.state.values():
         s["step"].fill_(about["updates"])
     program.engine.publish(wait=True)
