@@ -75,7 +75,7 @@ def measure(job: Job, full: bool = False) -> Measured:
     layers, model = job.model.layers, job.model
     # With windows, layers differ, and repeat after `full_every`.
     period = model.full_every or 1
-    few = 2 * period + layers % period
+    few = 4 * period + layers % period
     if full or layers <= few + period:
         with _program(job) as program:
             return _run(program, full)

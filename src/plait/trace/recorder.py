@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.cost.ledger import TrafficLedger
@@ -64,6 +65,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # first DTensor takes it apart, into what can be seen here
         result = func(*args, **(kwargs or {}))
         table = _OPERATIONS.get(func.namespace)
         if table is not None:
