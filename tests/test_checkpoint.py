@@ -11,6 +11,7 @@ import torch
 import cases
 from harness import Case, compare, micro_batches, one_process, run_ranks
 from plait.parallel.mesh import make_mesh
+from plait.spec import saved
 from plait.spec.findings import UserError
 from plait.spec.job import Checkpoint
 from plait.spec.layout import Layout
@@ -47,7 +48,7 @@ def save_after(rank: int, job, steps: int, folder: str) -> str:
 
 def go_on(rank: int, job, folder: str, steps: int):
     program = Program(job, make_mesh(job.layout, job.model, rank))
-    about = checkpoint.load(program, checkpoint.find(folder))
+    about = checkpoint.load(program, saved.find(folder))
     losses, norms = [], []
     for step in range(about["step"], steps):
         result = program.step(micro_batches(job, program.mesh, step), step)
@@ -87,23 +88,23 @@ def test_only_whole_checkpoints_are_found(tmp_path):
     (tmp_path / ".step-00000003.partial").mkdir()
     (tmp_path / ".step-00000003.partial" / "plait.json").write_text("{}")
     with pytest.raises(UserError, match="no complete checkpoint"):
-        checkpoint.find(str(tmp_path))
+        saved.find(str(tmp_path))
     with pytest.raises(UserError, match="no such folder"):
-        checkpoint.find(str(tmp_path / "nowhere"))
+        saved.find(str(tmp_path / "nowhere"))
 
 
 def test_the_newest_are_kept(tmp_path):
     job = replace(job_of(LAYOUTS["one rank"]), checkpoint=Checkpoint(keep=2))
     for steps in (1, 2, 3):
         run_ranks(1, save_after, job, steps, str(tmp_path))
-    assert [p.name for p in checkpoint.complete(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert [p.name for p in saved.complete(tmp_path)] == ["step-00000002", "step-00000003"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
 def refused(rank: int, job, folder: str) -> list[str]:
     program = Program(job, make_mesh(job.layout, job.model, rank))
     try:
-        checkpoint.load(program, checkpoint.find(folder))
+        checkpoint.load(program, saved.find(folder))
     except UserError as e:
         return [f.line() for f in e.findings]
     return []
@@ -121,7 +122,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
 def test_a_cut_checkpoint_is_one_line(victim, tmp_path):
     layout = LAYOUTS["zero 3 over 4"]
     run_ranks(layout.world, save_after, job_of(layout), 1, str(tmp_path))
-    folder = checkpoint.find(str(tmp_path))
+    folder = saved.find(str(tmp_path))
     file = {
         "data": next(folder.glob("*.distcp")),
         "metadata": folder / ".metadata",
@@ -148,7 +149,7 @@ def half_precision(rank: int, job, folder: str) -> float:
     before = [s.weight.clone() for s in program.engine.segments]
     checkpoint.save(program, job, 1, Path(folder), {"loss_scale": 1.0})
     fresh = Program(job, make_mesh(job.layout, job.model, rank))
-    checkpoint.load(fresh, checkpoint.find(folder))
+    checkpoint.load(fresh, saved.find(folder))
     full = [
         torch.equal(a.full, b.full)
         for a, b in zip(program.engine.buckets, fresh.engine.buckets, strict=True)

@@ -22,7 +22,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from plait.spec import presets
+from plait.spec import presets, saved
 from plait.spec.build import check_fields
 from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, UserError, closest, error
@@ -110,7 +110,8 @@ def read_job(
 
     Args:
         purpose: "train" or "plan"; decides the defaults.
-        file: a TOML file.
+        file: a TOML file; or a checkpoint (or a folder of them, then its newest): its own job,
+            resumed from it.
         overrides: dotted path (or short name: "tp", "seq_len") -> value, or its text. Stronger
             than the file; a model named here replaces the whole [model] table of the file.
         ranks, model, gpus: the same as overrides of these names.
@@ -143,8 +144,13 @@ def draft_job(
     """
     findings: list[Finding] = []
     said = {"ranks": ranks, "model": model, "gpus": gpus}
-    given = _read(Path(file), findings) if file is not None else {}
-    _override(given, (overrides or {}) | {k: v for k, v in said.items() if v is not None}, findings)
+    overrides = (overrides or {}) | {k: v for k, v in said.items() if v is not None}
+    given = {}
+    if file is not None and Path(file).is_dir():
+        given = _resumed(Path(file), overrides, findings)
+    elif file is not None:
+        given = _read(Path(file), findings)
+    _override(given, overrides, findings)
 
     tables = {name: given.pop(name, {}) for name in TABLES}
     for name, table in tables.items():
@@ -207,6 +213,31 @@ def _read(path: Path, findings: list[Finding]) -> dict[str, Any]:
             tree["model"] = {"name": tree["model"]}
         return tree
     return {}
+
+
+def _resumed(folder: Path, overrides: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
+    """The job of a checkpoint, set to go on from it.
+
+    Whoever names a degree or the ranks says anew how the ranks are used, and how they share the
+    global batch; the rest of the layout follows.
+    """
+    before = len(findings)
+    folder = _attempt(lambda: saved.find(folder), findings)
+    told = _attempt(lambda: saved.about(folder), findings) if folder else None
+    given = (told or {}).get("job", {})
+    if len(findings) == before and not (given and isinstance(given, dict)):
+        findings.append(error(str(folder), None, "the checkpoint does not say its job"))
+    if len(findings) > before:
+        return {}
+    names = {SHORT.get(k.replace("-", "_"), k) for k in overrides}
+    if names & {"ranks", "gpus", *(f"layout.{d}" for d in _DEGREES)}:
+        layout = given.pop("layout", {})
+        given["layout"] = {k: layout[k] for k in ("zero", "recompute") if k in layout}
+        given.get("train", {}).pop("accumulation", None)
+        if "layout.tp" not in names and "tp" in layout:
+            given["layout"]["tp"] = layout["tp"]
+    given.setdefault("checkpoint", {})["resume"] = str(folder)
+    return given
 
 
 def _neighbour(path: Path) -> str | None:

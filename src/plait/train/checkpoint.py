@@ -26,10 +26,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
+from plait.spec.saved import ABOUT, about, complete, job_tables, step_folder
 from plait.train.program import Program
-
-STEP_FOLDER = "step-{:08d}"
-ABOUT = "plait.json"
 
 
 class Boxes:
@@ -119,7 +117,7 @@ def save(program: Program, job: Job, step: int, folder: Path, extra: dict[str, A
     Written beside its final place and renamed when it is whole: what is there is complete.
     extra: what else a resumed run needs (JSON), such as the loss scale.
     """
-    final = folder / STEP_FOLDER.format(step)
+    final = step_folder(folder, step)
     partial = folder / f".{final.name}.partial"
     first = program.mesh.rank == 0
     if first:
@@ -131,8 +129,8 @@ def save(program: Program, job: Job, step: int, folder: Path, extra: dict[str, A
     dcp.save(state_dict(program), storage_writer=writer, planner=_Save(), no_dist=alone)
     if first:
         updates = max((int(s["step"]) for s in program.optimizer.state.values()), default=step)
-        about = {"step": step, "updates": updates, "model": job.model.name, **extra}
-        (partial / ABOUT).write_text(json.dumps(about) + "\n")
+        said = {"step": step, "updates": updates, **extra, "job": job_tables(job)}
+        (partial / ABOUT).write_text(json.dumps(said, indent=1) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         for old in complete(folder)[: -job.checkpoint.keep or None]:
@@ -140,27 +138,6 @@ def save(program: Program, job: Job, step: int, folder: Path, extra: dict[str, A
                 shutil.rmtree(old)
     _barrier(program)
     return final
-
-
-def complete(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, oldest first."""
-    return sorted(p.parent for p in folder.glob(f"step-*/{ABOUT}"))
-
-
-def find(path: str) -> Path:
-    """The checkpoint that a person means: a checkpoint, or the newest in a folder of them.
-
-    Raises:
-        UserError: there is none.
-    """
-    folder = Path(path)
-    if (folder / ABOUT).is_file():
-        return folder
-    found = complete(folder) if folder.is_dir() else []
-    if not found:
-        kind = "no such folder" if not folder.exists() else "no complete checkpoint in it"
-        raise UserError([error("checkpoint.resume", path, f"{path}: {kind}")])
-    return found[-1]
 
 
 def load(program: Program, folder: Path) -> dict[str, Any]:
@@ -174,7 +151,7 @@ def load(program: Program, folder: Path) -> dict[str, Any]:
     """
     where = "checkpoint.resume"
     try:
-        about = json.loads((folder / ABOUT).read_text())
+        said = about(folder)
         state = state_dict(program)
         problems = _mismatches(state, dcp.FileSystemReader(folder).read_metadata(), folder)
         if problems:
@@ -190,9 +167,9 @@ def load(program: Program, folder: Path) -> dict[str, Any]:
         what = f"{folder}: cannot be read: {type(cause).__name__} {message}".strip()
         raise UserError([error(where, str(folder), what)]) from None
     for s in program.optimizer.state.values():
-        s["step"].fill_(about["updates"])
+        s["step"].fill_(said["updates"])
     program.engine.publish(wait=True)
-    return about
+    return said
 
 
 def _mismatches(state: dict[str, Boxes], metadata: Any, folder: Path) -> list[Finding]:

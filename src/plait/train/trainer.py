@@ -15,7 +15,9 @@ import torch.distributed as dist
 from plait.cost.ledger import MEMORY_CLASSES
 from plait.parallel.check import make_check
 from plait.parallel.mesh import Mesh, make_mesh
+from plait.spec.findings import UserError, error
 from plait.spec.job import Job
+from plait.spec.saved import find
 from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
 from plait.train import checkpoint
@@ -78,13 +80,16 @@ def train(job: Job, world: World, report: Metrics) -> Result:
         RunFailed: the loss is no longer a number.
     """
     corpus = Corpus.of(job)
-    resumed = checkpoint.find(job.checkpoint.resume) if job.checkpoint.resume else None
+    resumed = find(job.checkpoint.resume) if job.checkpoint.resume else None
     mesh = make_mesh(job.layout, job.model, world.rank, world.device.type)
     program = Program(job, mesh, str(world.device))
     start, scale = 0, LossScale(job)
     if resumed:
         about = checkpoint.load(program, resumed)
         start, scale = about["step"], LossScale(job, about["loss_scale"])
+        if start >= job.train.steps:
+            message = f"{resumed} has done {start} steps already, the job has {job.train.steps}"
+            raise UserError([error("train.steps", job.train.steps, message, 2 * start)])
     else:
         program.initialize()
     folder = _folder(job)
@@ -217,13 +222,4 @@ def _memory_bytes(device: torch.device) -> int:
 
 def _continue_command(job: Job, where: str) -> str:
     """What a person types to train twice as long from the last checkpoint."""
-    layout = job.layout
-    flags = {
-        "--model": job.model.name,
-        "--ranks": layout.world,
-        "--tp": layout.tp,
-        "--zero": layout.zero,
-        "--steps": 2 * job.train.steps,
-        "--checkpoint.resume": where,
-    }
-    return shlex.join(["plait", "train", *(str(x) for pair in flags.items() for x in pair)])
+    return shlex.join(["plait", "train", where, "--steps", str(2 * job.train.steps)])
