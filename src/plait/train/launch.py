@@ -16,6 +16,8 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -294,7 +296,7 @@ def _rank(job: Job, folder: Path, threads: int, as_json: bool, work: Work | None
     faulthandler.disable()  # how a rank died is said once, by the launcher
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, also while waiting in gloo
     # A rank is a child of the fork server, and that lives as long as its children do.
-    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    threading.Thread(target=_end_with_the_launcher, args=(folder,), daemon=True).start()
     torch.set_num_threads(threads)
     place = joined(os.environ)
     steps = _shared_steps(folder, place.world_size, create=False)
@@ -312,8 +314,9 @@ def _rank(job: Job, folder: Path, threads: int, as_json: bool, work: Work | None
         os._exit(1)
 
 
-def _end_with_the_launcher() -> None:
+def _end_with_the_launcher(folder: Path) -> None:
     multiprocessing.parent_process().join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -327,6 +330,7 @@ def _join(job: Job, place: Place, as_json: bool, work: Work | None) -> Any:
         if place.rank:
             raise _Ended(2)
         raise UserError([error("ranks", place.world_size, message, job.layout.world)])
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     steps = memoryview(bytearray(b"\xff" * 8 * place.world_size)).cast("q")
     try:
         return _work(job, place, steps, as_json, work)
@@ -334,7 +338,7 @@ def _join(job: Job, place: Place, as_json: bool, work: Work | None) -> Any:
         raise
     except BaseException as e:
         outcome = _outcome(e, place.rank, steps[place.rank])
-        if not _first_to_speak():
+        if not _first_to_speak(place):
             raise _Ended(2 if outcome.kind == "question" else 1) from None
         if isinstance(e, UserError | RunFailed):
             raise
@@ -409,16 +413,26 @@ def _meet(place: Place, device: "torch.device", backend: str, timeout: float) ->
     )
 
 
-def _first_to_speak() -> bool:
-    """Whether no other rank has said yet why the run ends; True if nobody can be asked."""
+def _first_to_speak(place: Place) -> bool:
+    """Whether no other rank has said yet why the run ends.
+
+    The rank that hosts the store stays until the others have asked, or would have by now. When
+    it is gone nobody can be asked, and rank 1 speaks for those that lost it.
+    """
     import torch.distributed as dist
 
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(timedelta(seconds=2))
-        return store.add("ended", 1) == 1
+        first = store.add("ended", 1) == 1
+        patience = time.monotonic() + 2
+        while place.hosts and store.add("ended", 0) < place.world_size:
+            if time.monotonic() > patience:
+                break
+            time.sleep(0.05)
+        return first
     except Exception:
-        return True
+        return place.rank <= 1
 
 
 def _outcome(e: BaseException, rank: int, step: int) -> Outcome:
@@ -433,6 +447,9 @@ def _outcome(e: BaseException, rank: int, step: int) -> Outcome:
     text = (str(e).strip().splitlines() or [""])[0]
     lost = isinstance(e, dist.DistError) or "gloo" in text or "NCCL" in text
     if lost:
+        text = re.sub(r"^\[[^\]]*\] *", "", text).partition(". ")[
+            0
+        ]  # "[pair.cc:538] Connection ..."
         return Outcome(rank, now, step, "lost", f"it lost the other ranks ({text})")
     if _debugging():
         traceback.print_exception(e)
