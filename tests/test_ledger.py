@@ -13,7 +13,13 @@ from dataclasses import replace
 
 import pytest
 
-from plait.cost.ledger import TrafficLedger, differences, wire_bytes
+from plait.cost.ledger import (
+    StageMemory,
+    TrafficLedger,
+    differences,
+    memory_differences,
+    wire_bytes,
+)
 from plait.cost.traffic import traffic
 from plait.spec.job import Job, Train
 from plait.spec.layout import Layout
@@ -88,6 +94,21 @@ def test_differences_name_the_entry_and_both_sides():
     ]
 
 
+def test_memory_may_be_off_by_a_hundredth():
+    def row(moment, total):
+        return StageMemory(0, moment, total, 0, 0, 0, 0, 0, 0, total)
+
+    gib = 2**30
+    measured = [row("forward", 100 * gib), row("loss", 2**20), row("backward", 100 * gib)]
+    near = [row("forward", 99 * gib), row("loss", 0), row("backward", 101 * gib)]
+    assert memory_differences(near, measured) == []
+    lines = memory_differences([*near[:2], row("backward", 102 * gib), row("norm", gib)], measured)
+    assert [line.partition(":")[2].split(":")[0] for line in lines] == [
+        " peak of backward",
+        " peak of norm",
+    ]
+
+
 # ------------------------------------------------------------------------------------------
 # Data parallelism: 4 ranks, 3 micro batches (ZeRO 1910.02054 section 7)
 
@@ -145,7 +166,7 @@ def test_padding_travels_too():
 
 
 def test_small_buckets_carry_a_parameter_each():
-    # 2 + 2 x 9 + 1 - 0: embedding, nine tensors a layer, norm and output of the head.
+    # The embedding, nine tensors in each of two layers, norm and output of the head.
     sent = entries(job(4, zero=0, bucket_mib=0.0), "dp_replicate")
     assert sent["all-reduce backward"][:2] == (21, ALL)
 

@@ -4,7 +4,7 @@ The formulas of `cost/` write it without running anything; `trace/` writes the s
 program as it runs. The two are compared entry by entry, and must be equal.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -170,3 +170,29 @@ def differences(predicted: TrafficLedger, measured: TrafficLedger) -> list[str]:
         for entry in sorted(predicted.entries.keys() | measured.entries.keys())
         if predicted.entries.get(entry) != measured.entries.get(entry)
     ]
+
+
+#: How far the predicted peak of a moment may be from the measured one: a hundredth of it. Tensors
+#: of a few numbers a token and scalars are not counted, which is allowed for in small models.
+MEMORY_TOLERANCE = 0.01
+MEMORY_SLACK = 2**20
+
+
+def memory_differences(
+    predicted: Iterable[StageMemory], measured: Iterable[StageMemory]
+) -> list[str]:
+    """A line for each moment whose peak was not predicted within the tolerance."""
+    expected = {(row.stage, row.moment): row.total for row in predicted}
+    lines = []
+    for row in measured:
+        total = expected.pop((row.stage, row.moment), 0)
+        if abs(total - row.total) > max(MEMORY_TOLERANCE * row.total, MEMORY_SLACK):
+            lines.append(_off(row.stage, row.moment, total, row.total))
+    return lines + [_off(*key, total, 0) for key, total in expected.items()]
+
+
+def _off(stage: int, moment: str, predicted: int, measured: int) -> str:
+    return (
+        f"stage {stage}: peak of {moment}: predicted {predicted} bytes; measured {measured} bytes "
+        f"({MEMORY_TOLERANCE:.0%} or {MEMORY_SLACK} bytes are allowed)"
+    )

@@ -22,7 +22,9 @@ from plait.cost.ledger import (
     StageMemory,
     TrafficLedger,
     differences,
+    memory_differences,
 )
+from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.parallel.mesh import make_mesh
 from plait.report.build import report
@@ -51,12 +53,14 @@ def dryrun(job: Job, findings: Sequence[Finding], full: bool = False) -> dict[st
 
     Returns:
         REPORT and moreover "measured": {"traffic", "memory"} with rows as in REPORT, "agree":
-        whether the traffic is what was predicted, exactly, and "differences": a line each.
+        whether traffic is exactly, and each moment's peak of memory nearly (see
+        `MEMORY_TOLERANCE`), what was predicted, and "differences": a line each.
     """
     answer, measured = report(job, findings), measure(job, full)
     far = {row["axis"] for row in answer["traffic"] if row["inter_node"]}
     rows = [asdict(row) for row in measured.traffic.rows(inter_node=far)]
     found = differences(traffic(job), measured.traffic)
+    found += memory_differences(memory(job), measured.memory)
     return answer | {
         "measured": {"traffic": rows, "memory": [asdict(row) for row in measured.memory]},
         "agree": not found,
