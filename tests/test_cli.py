@@ -159,7 +159,7 @@ def test_the_help_speaks_of_every_field(plait):
     ("argv", "said"),
     [
         (("nowhere.toml",), "nowhere.toml: no such file"),
-        (("/",), "/: a folder, not a job file"),
+        (("/",), "/: no complete checkpoint in it"),
         (("--global-bach", "8"), "--global-bach: no such flag (nearest: --global-batch)"),
         (("--tpp=8",), "--tpp: no such flag (nearest: --tp)"),
         (("-x",), "-x: no such flag"),

@@ -1,9 +1,12 @@
 """Reading a job: defaults, precedence, every field, and everything that a person can get wrong."""
 
-from dataclasses import fields
+import json
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
+from plait.spec import saved
 from plait.spec.findings import UserError
 from plait.spec.job import Job, Train
 from plait.spec.jobfile import MOST_LAYERS, SHORT, job_paths, read_job
@@ -185,7 +188,7 @@ def test_unreadable_files(tmp_path):
     found = problems(file=missing)[str(missing)]
     assert found.message == "no such file"
     assert found.nearest == str(tmp_path / "job.toml")
-    assert "folder" in problems(file=tmp_path)[str(tmp_path)].message
+    assert "no complete checkpoint" in problems(file=tmp_path)["checkpoint.resume"].message
 
     broken = write(tmp_path, "[layout\ntp = 2")
     message = problems(file=broken)[str(broken)].message
@@ -267,3 +270,40 @@ def test_everything_at_once(tmp_path):
 def test_unknown_paths_in_overrides():
     assert problems(overrides={"trian.steps": 1})["trian.steps"].nearest == "train.steps"
     assert problems(overrides={"model.moe.exprts": 1}).keys() >= {"model.moe.exprts"}
+
+
+def saved_by(folder: Path, **overrides: str) -> Path:
+    """A checkpoint's own account of itself, in a folder of checkpoints."""
+    job = read_job("train", overrides=overrides)
+    where = saved.step_folder(folder, 3)
+    where.mkdir(parents=True)
+    about = {"step": 3, "updates": 3, "loss_scale": 1.0, "job": saved.job_tables(job)}
+    (where / saved.ABOUT).write_text(json.dumps(about))
+    return where
+
+
+def test_a_checkpoint_is_a_job(tmp_path):
+    told = {"ranks": "8", "tp": "2", "zero": "3", "global_batch": "32", "recompute": "full"}
+    where = saved_by(tmp_path, **told, **{"train.clip": "0.5", "model": "llama3.1-8b"})
+    job = read_job("train", file=tmp_path)
+    assert job.checkpoint.resume == str(where)
+    first = read_job("train", overrides=told | {"train.clip": "0.5", "model": "llama3.1-8b"})
+    assert replace(job, checkpoint=first.checkpoint) == first
+
+
+def test_a_checkpoint_goes_on_over_other_ranks(tmp_path):
+    saved_by(tmp_path, ranks="8", tp="2", dp_replicate="2", zero="3", global_batch="32")
+    job = read_job("train", file=tmp_path, overrides={"ranks": "4", "steps": "9"})
+    assert (job.layout.tp, job.layout.dp, job.layout.zero) == (2, 2, 3)
+    assert (job.train.global_batch, job.layout.micro_batch, job.train.steps) == (32, 16, 9)
+    job = read_job("train", file=tmp_path, overrides={"tp": "4"})
+    assert (job.layout.world, job.layout.tp, job.layout.dp) == (8, 4, 2)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "three"}', '{"step": 3}'])
+def test_a_checkpoint_that_says_nothing_is_one_line(text, tmp_path):
+    where = saved_by(tmp_path)
+    (where / saved.ABOUT).write_text(text)
+    with pytest.raises(UserError) as e:
+        read_job("train", file=where)
+    assert len(e.value.findings) == 1
