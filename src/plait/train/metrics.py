@@ -178,8 +178,7 @@ class Metrics:
         if not self.telling:
             return
         self.close()
-        self.out.print(_table("held, at the peak", shares, [s.held for s in shares]))
-        self.out.print(_table("sent a step", shares, [s.sent for s in shares]))
+        self.out.print(_table(shares))
         # Plain prints: a path or a command must come out whole, to be copied.
         if checkpoint:
             print(f"checkpoint  {checkpoint}", file=self.out.file)
@@ -217,20 +216,37 @@ def _lines_before(path: Path, first_step: int) -> str:
     return "".join(kept)
 
 
-def _table(title: str, shares: Sequence[Share], rows: Sequence[Mapping[str, int]]) -> Table:
-    """Ranks down, kinds of bytes across; neighbouring ranks with the same numbers share a row."""
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row))
-    table = Table(title=title, title_justify="left")
-    table.add_column("ranks")
-    for kind in (*kinds, "total"):
-        table.add_column(kind, justify="right")
-    pairs = sorted(zip((s.rank for s in shares), rows, strict=True), key=lambda pair: pair[0])
-    for row, members in groupby(pairs, key=lambda pair: dict(pair[1])):
-        ranks = [rank for rank, _ in members]
-        name = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        cells = [readable(row[k]) if k in row else "" for k in kinds]
-        table.add_row(name, *cells, readable(sum(row.values())))
+def _table(shares: Sequence[Share]) -> Table:
+    """Kinds of bytes down, ranks across; neighbours that read the same share a column."""
+    shares = sorted(shares, key=lambda share: share.rank)
+    columns = [
+        (share.rank, (*_column(shares, share, "held"), *_column(shares, share, "sent")))
+        for share in shares
+    ]
+    groups = [(list(g), cells) for cells, g in groupby(columns, key=lambda c: c[1])]
+    table = Table()
+    table.add_column("bytes of rank")
+    for members, _ in groups:
+        first, last = members[0][0], members[-1][0]
+        name = str(first) if first == last else f"{first}-{last}"
+        table.add_column(name, justify="right", no_wrap=True)
+    kinds = [*_kinds(shares, "held"), "held at the peak", *_kinds(shares, "sent"), "sent a step"]
+    sums = {len(_kinds(shares, "held")), len(kinds) - 1}
+    for i, kind in enumerate(kinds):
+        style = "bold" if i in sums else None
+        table.add_row(kind, *(cells[i] for _, cells in groups), style=style, end_section=i in sums)
     return table
+
+
+def _kinds(shares: Sequence[Share], side: str) -> list[str]:
+    return list(dict.fromkeys(kind for share in shares for kind in getattr(share, side)))
+
+
+def _column(shares: Sequence[Share], share: Share, side: str) -> list[str]:
+    """What one rank held or sent of each kind, then the sum."""
+    counts = getattr(share, side)
+    cells = [readable(counts[k]) if k in counts else "" for k in _kinds(shares, side)]
+    return [*cells, readable(sum(counts.values()))]
 
 
 def readable(count: float) -> str:
