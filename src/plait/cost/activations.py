@@ -199,6 +199,11 @@ class Step:
         n = 8 * (s.seq + s.tokens)
         if model.positions == "rope":
             n += 2 * s.c * s.seq * s.dim * (1 if model.rope_local_theta is None else 2)
+        if any(self.masked(i) for i in range(model.layers)):
+            # One for all layers; made from distances, int64, and two conditions.
+            n += s.seq * s.seq
+            if change == self.tape.take:
+                self.tape.spike(11 * s.seq * s.seq)
         change(n)
 
     # -- norm: [rows, width] -> the same. Keeps its input, which is its maker's to count
@@ -234,13 +239,18 @@ class Step:
 
     # -- linear maps
 
+    def weight(self, name: str) -> int:
+        """Bytes of a parameter's gradient; a tied head's is the embedding's."""
+        known = name if name in self.numel else "embed.tokens.weight"
+        return self.s.c * self.numel[known]
+
     def arrive(self, *names: str, weights: bool = False) -> None:
         """Gradients of parameters are added to their buckets and dropped."""
         for name in names:
             if name in self.numel:
                 self.engine.arrive(name)
                 if weights:
-                    self.tape.drop(self.s.c * self.numel[name])
+                    self.tape.drop(self.weight(name))
 
     def fan_out(self, *widths: int) -> None:
         """Leaves the outputs of maps of one input."""
@@ -255,7 +265,7 @@ class Step:
         if not self.tp:
             for done, (name, width) in enumerate(reversed(widths.items())):
                 weight = f"{name}.weight"
-                tape.take(self.stream + s.c * self.numel.get(weight, 0))
+                tape.take(self.stream + self.weight(weight))
                 tape.drop(s.c * s.tokens * width + (self.stream if done else 0))
                 self.arrive(f"{name}.bias")
                 self.arrive(weight, weights=True)
@@ -267,7 +277,7 @@ class Step:
         if self.split:
             tape.take(self.stream)
             tape.drop(self.whole, "buffers")
-        tape.take(s.c * sum(self.numel[name] for name in names))
+        tape.take(sum(self.weight(name) for name in names))
         tape.drop(self.whole if self.split else 0, "buffers")
         tape.drop(s.c * s.tokens * sum(widths.values()))
         tape.drop(self.stream, input)
@@ -283,11 +293,15 @@ class Step:
             self.tape.spike(self.stream)
 
     def leave_backward(self, name: str, width: int) -> None:
-        """Leaves the gradient of the map's input; the output's is the caller's."""
+        """Leaves the gradient of the map's input. That of the output is dropped, unless it is the
+        stream's own, which goes on past the branch."""
         s, tape, weight = self.s, self.tape, f"{name}.weight"
         self.arrive(f"{name}.bias")
+        own = self.stream if self.after or self.model.dropout else 0
         with tape.during(self.whole if self.split else 0, "buffers"):
-            tape.take(s.c * (s.tokens * width + self.numel[weight]))
+            tape.drop(own if self.split else 0)
+            tape.take(s.c * s.tokens * width + self.weight(weight))
+            tape.drop(0 if self.split else own)
         self.arrive(weight, weights=True)
 
     # -- attention and MLP: [t, hidden] -> [t, hidden]
@@ -297,36 +311,35 @@ class Step:
         s, tape, model = self.s, self.tape, self.model
         q, kv, heads = s.c * s.tokens * s.q, s.c * s.tokens * s.kv, s.tokens * s.heads
         self.fan_out(s.q, s.kv, s.kv)
-        kept = self.attention_keeps(i)
-        normed = 0
         if model.qk_norm:
             for n, width in ((s.heads, s.q), (s.kv_heads, s.kv)):
                 self.norm(*self.qk_shape(n, width), True, self.sharded)
-            normed = q + kv  # what goes into the norms stays
+            tape.drop(s.c * s.tokens * (s.q + s.kv) if self.sharded and self.coarse else 0)
         if model.positions == "rope":
             tape.take(q + kv)
             tape.spike(kv)  # of the second: the input turned by half a head
-            tape.drop(0 if model.qk_norm and False else q + kv)
-        if self.masked(i):
-            tape.spike(11 * s.seq * s.seq)
+            tape.drop(q + kv)
+        if self.masked(i):  # as numbers, in the compute dtype
             tape.take(s.c * s.seq * s.seq)
         tape.take(q + s.a * heads)
         if not stop:
             self.leave(model.o_bias)
         if not keep:
-            tape.drop(kept)
+            tape.drop(self.attention_keeps(i))
 
     def attention_keeps(self, i: int) -> int:
         """Queries, keys, values, the output, log-sum-exps; what norms of queries and keys keep."""
         s, model = self.s, self.model
         n = s.c * s.tokens * (2 * s.q + 2 * s.kv) + s.a * s.tokens * s.heads
-        if model.qk_norm:
-            n += s.c * s.tokens * (s.q + s.kv)
-            for heads, width in ((s.heads, s.q), (s.kv_heads, s.kv)):
-                n += self.norm_keeps(*self.qk_shape(heads, width), self.sharded)
-        if self.masked(i):
-            n += s.c * s.seq * s.seq
-        return n
+        return n + self.qk_norms_keep() + (s.c * s.seq * s.seq if self.masked(i) else 0)
+
+    def qk_norms_keep(self) -> int:
+        """What norms of queries and keys keep, their inputs included."""
+        s, kept = self.s, 0
+        for heads, width in ((s.heads, s.q), (s.kv_heads, s.kv)) if self.model.qk_norm else ():
+            kept += self.norm_keeps(*self.qk_shape(heads, width), self.sharded)
+            kept += 0 if self.sharded and self.coarse else s.c * s.tokens * width
+        return kept
 
     @property
     def sharded(self) -> bool:
@@ -349,12 +362,7 @@ class Step:
         self.leave_backward(f"{name}.o", s.q)
         tape.take(q + 2 * kv)
         tape.drop(q)
-        norms = 0
-        if model.qk_norm:
-            norms = s.c * s.tokens * (s.q + s.kv)
-            for heads, width in ((s.heads, s.q), (s.kv_heads, s.kv)):
-                norms += self.norm_keeps(*self.qk_shape(heads, width), self.sharded)
-        tape.drop(self.attention_keeps(i) - norms)
+        tape.drop(self.attention_keeps(i) - self.qk_norms_keep())
         if model.positions == "rope":
             tape.spike(2 * kv)
             tape.spike(2 * q)
@@ -362,7 +370,7 @@ class Step:
             for part, heads, width in (("k", s.kv_heads, s.kv), ("q", s.heads, s.q)):
                 shape = self.qk_shape(heads, width)
                 self.norm_backward(f"{name}.{part}_norm", *shape, self.sharded)
-                tape.drop(s.c * shape[0] * shape[1])
+                tape.drop(0 if self.sharded and self.coarse else s.c * s.tokens * width)
         self.fan_out_backward({f"{name}.q": s.q, f"{name}.k": s.kv, f"{name}.v": s.kv})
 
     def mlp(self, i: int, keep: bool, stop: bool = False) -> None:
@@ -452,15 +460,12 @@ class Step:
                 if self.again("norm"):
                     self.norm(s.rows, s.hidden, keep=True)
                     tape.drop(self.stream)
-                if not self.model.dropout:
-                    tape.take(self.stream)
                 self.norm_backward(f"{unit}.{branch}_out_norm", s.rows, s.hidden)
-                tape.drop(self.stream)  # its input
+                # Its input is dropped; what it made is new where nothing before it was.
+                tape.drop(self.stream if self.model.dropout else 0)
             if self.again(branch):
                 getattr(self, branch)(i, keep=True, stop=True)
             getattr(self, f"{branch}_backward")(f"{unit}.{branch}", i)
-            if self.after or self.model.dropout:
-                tape.drop(self.stream)
             if self.before:
                 if self.again("norm"):
                     self.norm(s.rows, s.hidden, keep=True)
@@ -504,7 +509,7 @@ class Step:
             self.norm_backward("embed.norm", s.rows, s.hidden)
             tape.drop(self.stream)
         if model.positions == "learned":
-            tape.take(s.c * self.numel["embed.positions.weight"])
+            tape.take(self.weight("embed.positions.weight"))
             self.arrive("embed.positions.weight", weights=True)
             tape.drop(8 * s.tokens)
         if model.embed_scale:
@@ -520,11 +525,11 @@ class Step:
                 tape.take(self.whole)
                 tape.drop(self.stream)
             tape.drop(9 * s.tokens)
-        tape.take(s.c * self.numel[weight])
+        tape.take(self.weight(weight))
         tape.drop(self.whole)
         self.arrive(weight, weights=True)
         if model.tied:
-            tape.drop(s.c * self.numel[weight], "logits")
+            tape.drop(self.weight(weight), "logits")
 
     def head(self) -> None:
         """Leaves the log probabilities, or under tp the softmax."""
