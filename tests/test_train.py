@@ -1,0 +1,103 @@
+"""`plait train` as a person runs it: real launches, real text, what the metrics file says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+#: A model small enough that a launch costs more than its steps.
+SMALL = (
+    "--model.layers 2 --model.hidden 64 --model.ffn 96 --model.heads 4 --model.kv-heads 2 "
+    "--model.head-dim 16 --seq-len 32 --global-batch 8 --train.warmup 2"
+).split()
+
+
+def plait(*args: str, cwd: Path, command: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    command = (*(command or (sys.executable, "-m", "plait.cli")), "train", *args)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def curve(path: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of each line of a metrics file."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+def same(a: list[tuple], b: list[tuple]) -> bool:
+    return len(a) == len(b) and all(
+        x[0] == y[0] and x[1:] == pytest.approx(y[1:], rel=1e-9) for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_loss_falls_and_metrics_say_so(tmp_path):
+    done = plait(*SMALL, "--steps", "30", "--metrics", "m.jsonl", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(30))
+    assert all({"loss", "grad_norm", "tokens_per_second"} <= line.keys() for line in lines)
+    assert lines[-1]["loss"] == result["loss"] < lines[0]["loss"] - 1.0
+    assert len(result["memory"]) == len(result["traffic"]) == 4
+    assert (tmp_path / result["checkpoint"] / "plait.json").is_file()
+
+
+def test_the_curve_does_not_depend_on_layout_or_breaks(tmp_path):
+    """One process straight through; four ranks that stop, and go on under another layout."""
+    common = [*SMALL, "--dtype", "float64"]
+    one = plait(*common, "--ranks", "1", "--steps", "6", "--metrics", "a.jsonl", cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    first = ["--ranks", "4", "--tp", "2", "--zero", "3", "--accumulation", "2"]
+    kept = ["--checkpoint.folder", "kept", "--checkpoint.every", "3"]
+    # The whole job is known from the start, so that the learning rate is the same.
+    four = plait(*common, *first, *kept, "--steps", "6", "--metrics", "b.jsonl", cwd=tmp_path)
+    assert four.returncode == 0, four.stderr
+    other = ["--tp", "1", "--ranks", "2", "--zero", "2", "--metrics", "c.jsonl"]
+    (tmp_path / "c.jsonl").write_text("".join((tmp_path / "b.jsonl").read_text().splitlines(True)))
+    more = plait("kept/step-00000003", *other, cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    assert same(curve(tmp_path / "b.jsonl"), curve(tmp_path / "a.jsonl"))
+    assert same(curve(tmp_path / "c.jsonl"), curve(tmp_path / "a.jsonl"))
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    wild = ["--train.learning-rate", "1e30", "--train.clip", "0", "--steps", "20"]
+    done = plait(*SMALL, *wild, "--ranks", "2", "--metrics", "m.jsonl", cwd=tmp_path)
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if "nan" in line or "inf" in line]
+    assert len(told) == 1
+    assert told[0].startswith("step ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("step-*"))
+    for line in (tmp_path / "m.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_float16_skips_steps_that_overflow(tmp_path):
+    half = ["--dtype", "float16", "--train.loss-scale", "1e9", "--steps", "16"]
+    done = plait(*SMALL, *half, "--ranks", "2", "--metrics", "m.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    skipped = [line["skipped"] for line in lines]
+    assert skipped[0], "a loss of 5 times 1e9 must overflow float16"
+    assert not skipped[-1]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_torchrun_is_joined(tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    command = (*torchrun, "-m", "plait.cli")
+    done = plait(*SMALL, "--tp", "2", "--steps", "2", "--json", cwd=tmp_path, command=command)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
+
+
+def test_nothing_to_do_is_said(tmp_path):
+    done = plait(*SMALL, "--ranks", "1", "--steps", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = plait("runs/tiny", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "has done 1 steps already" in again.stderr
