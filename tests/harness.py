@@ -20,12 +20,6 @@ from plait.spec.parameters import parameters
 from plait.train.optimizer import apply_update
 from plait.train.program import MicroBatch, Program
 from plait.train.schedule import learning_rate
-from ranks import RankFailed as RankFailed
-from ranks import run_ranks as run_ranks
-
-
-# ------------------------------------------------------------------------------------------
-# Parity: a layout against one process
 
 
 @dataclass(frozen=True)

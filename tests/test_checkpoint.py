@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cases
-from harness import Case, compare, micro_batches, one_process, run_ranks
+from harness import Case, compare, micro_batches, one_process
 from plait.parallel.mesh import make_mesh
 from plait.spec import saved
 from plait.spec.findings import UserError
@@ -17,6 +17,7 @@ from plait.spec.job import Checkpoint
 from plait.spec.layout import Layout
 from plait.train import checkpoint
 from plait.train.program import Program
+from ranks import run_ranks
 
 MODEL = replace(cases.MODELS["qwen3"], kv_heads=2, vocab=61)
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import RankFailed, run_ranks
 from plait.parallel import collectives as C
 from plait.parallel.check import CollectiveMismatch, make_check
 from plait.parallel.collectives import Axis, Scope
+from ranks import RankFailed, run_ranks
 
 
 def world_axis(rank: int, check: bool = False) -> Axis:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cases
-from harness import micro_batches, run_ranks
+from harness import micro_batches
 from plait.cost.ledger import TrafficLedger, differences
 from plait.cost.traffic import traffic
 from plait.parallel.mesh import make_mesh
@@ -20,6 +20,7 @@ from plait.spec.layout import Layout
 from plait.spec.model import Model
 from plait.trace.recorder import Recorder
 from plait.train.program import Program
+from ranks import run_ranks
 
 POINTS = [
     cases.random_point(random.Random(seed), **fixed)

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 import cases
-from harness import RankFailed, Trace, compare, on_rank, one_process, run_ranks
+from harness import Trace, compare, on_rank, one_process
+from ranks import RankFailed, run_ranks
 
 SAMPLE = cases.sample()
 
