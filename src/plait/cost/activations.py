@@ -329,7 +329,7 @@ class Step:
 
     def attention_keeps(self, i: int) -> int:
         """Queries, keys, values, the output, log-sum-exps; what norms of queries and keys keep."""
-        s, model = self.s, self.model
+        s = self.s
         n = s.c * s.tokens * (2 * s.q + 2 * s.kv) + s.a * s.tokens * s.heads
         return n + self.qk_norms_keep() + (s.c * s.seq * s.seq if self.masked(i) else 0)
 
@@ -434,10 +434,8 @@ class Step:
                 self.norm(s.rows, s.hidden, keep and not self.again("norm"))
                 tape.drop(0 if keep else stream)
             self.dropout(keep)
-            out = 0 if last else stream
             if not (stop and branch == "mlp"):
                 tape.take(stream)
-                out = stream
             # The branch's result is a local name until the next one takes its place.
             self.local = ends
             if self.model.dropout:

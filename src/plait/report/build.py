@@ -6,6 +6,7 @@ imports torch.
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import lcm
 from typing import Any
 
 from plait.cost.memory import memory
@@ -28,9 +29,15 @@ CONTEXT_BYTES = 768 * 2**20
 COMMUNICATOR_BYTES = 256 * 2**20
 
 _TIMES = (
-    "step_seconds low high compute_seconds exposed_communication_seconds "
-    "tokens_per_second_per_gpu model_tflops_per_gpu mfu"
-).split()
+    "step_seconds",
+    "low",
+    "high",
+    "compute_seconds",
+    "exposed_communication_seconds",
+    "tokens_per_second_per_gpu",
+    "model_tflops_per_gpu",
+    "mfu",
+)
 _BUBBLES = ("step_total", "step_ideal", "span_total", "span_ideal")
 _STATES = ("parameters", "gradients", "optimizer")
 
@@ -119,4 +126,7 @@ def _leaves_domain(job: Job, grid: Grid, axis: str) -> bool:
     if job.cluster is None:
         return False
     axes = grid.axes if axis == "world" else FLATTENED.get(axis, (axis,))
-    return any(job.cluster.crosses(group) for group in grid.groups(*axes))
+    # How groups lie in domains repeats with the extent of a group and of a domain.
+    extent = max(grid.stride(a) * grid.size(a) for a in axes)
+    ranks = range(min(grid.world, lcm(extent, job.cluster.fast_domain)))
+    return any(job.cluster.crosses(group) for group in {grid.group(r, *axes) for r in ranks})

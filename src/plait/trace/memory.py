@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
