@@ -42,6 +42,7 @@ def test_loss_falls_and_metrics_say_so(tmp_path):
     assert all({"loss", "grad_norm", "tokens_per_second"} <= line.keys() for line in lines)
     assert lines[-1]["loss"] == result["loss"] < lines[0]["loss"] - 1.0
     assert len(result["memory"]) == len(result["traffic"]) == 4
+    assert result["differences"] == []
     assert (tmp_path / result["checkpoint"] / "plait.json").is_file()
 
 
@@ -71,7 +72,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     assert len(told) == 1
     assert told[0].startswith("step ")
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("step-*"))
+    assert not list(tmp_path.rglob("runs/*")), "nothing is left of a run without a checkpoint"
     for line in (tmp_path / "m.jsonl").read_text().splitlines():
         json.loads(line)
 
@@ -101,3 +102,25 @@ def test_nothing_to_do_is_said(tmp_path):
     again = plait("runs/tiny", cwd=tmp_path)
     assert again.returncode == 2
     assert "has done 1 steps already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--checkpoint.folder", "m.txt/x"], "checkpoints cannot go to m.txt/x"),
+        (["--data.path", "nope.txt"], "nope.txt does not exist"),
+        (["--data.path", "empty.txt"], "empty.txt is empty"),
+        (["--metrics", "m.txt/x"], "m.txt/x cannot be written"),
+        (["--checkpoint.resume", "m.txt"], "no complete checkpoint"),
+        (["--ranks", "6"], "global batch 8 is no multiple of dp 6"),
+    ],
+)
+def test_a_wrong_question_is_one_line_and_leaves_nothing(flags, line, tmp_path):
+    (tmp_path / "m.txt").write_text("some text")
+    (tmp_path / "empty.txt").write_text("")
+    done = plait(*SMALL, *flags, cwd=tmp_path)
+    assert done.returncode == 2
+    told = [told for told in done.stderr.splitlines() if not told.startswith("4 ranks on")]
+    assert len(told) == 1, done.stderr
+    assert line in told[0]
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.name != "runs") == ["empty.txt", "m.txt"]

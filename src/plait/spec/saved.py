@@ -1,6 +1,8 @@
 """Where checkpoints lie, and the job that each was saved by."""
 
+import contextlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +13,41 @@ from plait.spec.job import Job
 
 #: Written last: a folder that has it is a whole checkpoint.
 ABOUT = "plait.json"
+
+
+def folder_of(job: Job) -> Path | None:
+    """The folder in which a job keeps its checkpoints, None where it keeps none."""
+    if job.checkpoint.folder == "none":
+        return None
+    return Path(job.checkpoint.folder or f"runs/{job.model.name}")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder for checkpoints before a run, so that it is not found out after it.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as e:
+        message = f"checkpoints cannot go to {folder}: {e.strerror}"
+        raise UserError([error("checkpoint.folder", str(folder), message, "none")]) from None
+
+
+def partial_folder(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return folder / f".{step_folder(folder, step).name}.partial"
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a run that was stopped has left: a half-written checkpoint, an empty folder."""
+    for partial in folder.glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not empty, or not there
+        folder.rmdir()
 
 
 def step_folder(folder: Path, step: int) -> Path:

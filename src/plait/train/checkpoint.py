@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
-from plait.spec.saved import ABOUT, about, complete, job_tables, step_folder
+from plait.spec.saved import ABOUT, about, complete, job_tables, partial_folder, step_folder, sweep
 from plait.train.program import Program
 
 
@@ -118,10 +118,10 @@ def save(program: Program, job: Job, step: int, folder: Path, extra: dict[str, A
     extra: what else a resumed run needs (JSON), such as the loss scale.
     """
     final = step_folder(folder, step)
-    partial = folder / f".{final.name}.partial"
+    partial = partial_folder(folder, step)
     first = program.mesh.rank == 0
     if first:
-        shutil.rmtree(partial, ignore_errors=True)
+        sweep(folder)
         partial.mkdir(parents=True)
     _barrier(program)
     writer = dcp.FileSystemWriter(partial, sync_files=True)

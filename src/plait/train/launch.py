@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
+from plait.spec.saved import folder_of, sweep
 from plait.train.place import Place, joined
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
             raise verdict(folder, rank, failure.exitcode, steps) from None
         finally:
             _show_cursor()
+            if (kept := folder_of(job)) is not None:
+                sweep(kept)
         return results[0]
 
 

@@ -168,10 +168,17 @@ class Metrics:
             self.file.close()
             self.file = None
 
-    def summary(self, shares: Sequence[Share], checkpoint: str = "", command: str = "") -> None:
+    def summary(
+        self,
+        shares: Sequence[Share],
+        predicted: str = "",
+        checkpoint: str = "",
+        command: str = "",
+    ) -> None:
         """The end of a run: what each rank held and sent, where to go on.
 
         Args:
+            predicted: what the formulas said of it.
             checkpoint: the last one's folder; "" if there is none.
             command: what a person types to continue from it.
         """
@@ -180,6 +187,8 @@ class Metrics:
         self.close()
         self.out.print(_table(shares))
         # Plain prints: a path or a command must come out whole, to be copied.
+        if predicted:
+            print(f"predicted   {predicted}", file=self.out.file)
         if checkpoint:
             print(f"checkpoint  {checkpoint}", file=self.out.file)
         if command:

@@ -6,24 +6,26 @@ import shlex
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from plait.cost.ledger import MEMORY_CLASSES
+from plait.cost.ledger import MEMORY_CLASSES, differences
+from plait.cost.memory import memory as predicted_memory
+from plait.cost.traffic import traffic
 from plait.parallel.check import make_check
 from plait.parallel.mesh import Mesh, make_mesh
 from plait.spec.findings import UserError, error
 from plait.spec.job import Job
-from plait.spec.saved import find
+from plait.spec.saved import find, folder_of, make_folder
 from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
 from plait.train import checkpoint
 from plait.train.data import Corpus
 from plait.train.launch import RunFailed, World
-from plait.train.metrics import Metrics, Share
+from plait.train.metrics import Metrics, Share, readable
 from plait.train.program import MicroBatch, Program
 from plait.train.schedule import learning_rate
 
@@ -37,19 +39,23 @@ class Result:
 
     Attributes:
         steps: optimizer steps done in all, those before a resume included.
-        loss, grad_norm: of the last step; None where there was none to do.
+        loss, grad_norm: of the last step.
         checkpoint: the last one's folder, "" without.
         tokens_per_second: of all ranks, median over this run's steps.
         memory, traffic: of each rank, by memory class and by ledger entry, in a step of this run.
+        predicted_bytes: a rank's memory at the peak, by the formulas.
+        differences: where a rank did not send what the formulas say; a line each.
     """
 
     steps: int
-    loss: float | None
-    grad_norm: float | None
-    tokens_per_second: float | None
+    loss: float
+    grad_norm: float
+    tokens_per_second: float
     checkpoint: str
     memory: list[dict[str, int]]
     traffic: list[list[dict[str, Any]]]
+    predicted_bytes: int
+    differences: list[str]
 
 
 class LossScale:
@@ -76,10 +82,13 @@ def train(job: Job, world: World, report: Metrics) -> Result:
     """Trains to `job.train.steps` on this rank; every rank of the world calls it.
 
     Raises:
-        UserError: the data or the checkpoint to resume from is not usable.
+        UserError: the data, or the checkpoint to resume from, or the folder for new ones is not
+            usable.
         RunFailed: the loss is no longer a number.
     """
-    corpus = Corpus.of(job)
+    corpus, folder = Corpus.of(job), folder_of(job)
+    if folder and world.rank == 0:
+        make_folder(folder)
     resumed = find(job.checkpoint.resume) if job.checkpoint.resume else None
     mesh = make_mesh(job.layout, job.model, world.rank, world.device.type)
     program = Program(job, mesh, str(world.device))
@@ -92,10 +101,9 @@ def train(job: Job, world: World, report: Metrics) -> Result:
             raise UserError([error("train.steps", job.train.steps, message, 2 * start)])
     else:
         program.initialize()
-    folder = _folder(job)
     report.start(start)
     watch = _Watch(program, world, start)
-    seconds, result, saved = [], None, resumed
+    seconds, saved = [], resumed
     for step in range(start, job.train.steps):
         world.at_step(step)
         began = time.perf_counter()
@@ -111,7 +119,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
         if overflow and not (scale.on and math.isfinite(loss) and scale.value > 1):
             raise RunFailed(
                 f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; "
-                f"the weights were left as after step {step - 1}"
+                "the weights were left as they were before it"
                 + (f", the last checkpoint is {saved}" if saved else "")
             )
         scale.update(overflow)
@@ -128,34 +136,40 @@ def train(job: Job, world: World, report: Metrics) -> Result:
         every = job.checkpoint.every
         if folder and (done == job.train.steps or (every and done % every == 0)):
             saved = checkpoint.save(program, job, done, folder, {"loss_scale": scale.value})
-    memory, traffic = watch.gather()
-    where = str(saved) if folder and saved else ""
+    shares = watch.gather()
+    result = Result(
+        steps=job.train.steps,
+        loss=loss,
+        grad_norm=norm,
+        tokens_per_second=job.train.global_batch * job.train.seq_len / median(seconds),
+        checkpoint=str(saved) if folder else "",
+        memory=[memory for memory, _, _ in shares],
+        traffic=[sent for _, sent, _ in shares],
+        predicted_bytes=max(m.total for m in predicted_memory(job)),
+        differences=[f"rank {r}: {d}" for r, (_, _, ds) in enumerate(shares) for d in ds],
+    )
     report.summary(
-        [Share(r, m, _by_kind(t)) for r, (m, t) in enumerate(zip(memory, traffic, strict=True))],
-        checkpoint=where,
-        command=_continue_command(job, where) if where else "",
+        [Share(r, m, _by_kind(t)) for r, (m, t, _) in enumerate(shares)],
+        predicted=_against_prediction(result),
+        checkpoint=result.checkpoint,
+        command=_continue_command(job, result.checkpoint) if folder else "",
     )
-    return Result(
-        steps=max(start, job.train.steps),
-        loss=loss if result else None,
-        grad_norm=norm if result else None,
-        tokens_per_second=_rate(job, seconds),
-        checkpoint=where,
-        memory=memory,
-        traffic=traffic,
-    )
+    return result
+
+
+def _against_prediction(result: Result) -> str:
+    """One line: what the formulas said, and what was so."""
+    held = max(sum(m.values()) for m in result.memory)
+    memory = f"{readable(result.predicted_bytes)} held (measured {readable(held)})"
+    if result.differences:
+        return f"{memory}; sent not as predicted: {result.differences[0]}"
+    return f"{memory}; every rank sent what the formulas say, byte for byte"
 
 
 def _batches(corpus: Corpus, job: Job, mesh: Mesh, step: int) -> list[tuple[torch.Tensor, ...]]:
     at = mesh.coordinate
     dp_rank = at["dp_replicate"] * job.layout.dp_shard + at["dp_shard"]
     return [corpus.batch(step, job, dp_rank, a) for a in range(job.train.accumulation)]
-
-
-def _folder(job: Job) -> Path | None:
-    if job.checkpoint.folder == "none":
-        return None
-    return Path(job.checkpoint.folder or f"runs/{job.model.name}")
 
 
 class _Watch:
@@ -183,19 +197,19 @@ class _Watch:
             stack.enter_context(self.tracker)
         return stack
 
-    def gather(self) -> tuple[list[dict[str, int]], list[list[dict[str, Any]]]]:
-        """(memory by class, traffic entries) of every rank."""
-        rows = self.tracker.rows()
-        peak = max(rows, key=lambda row: row["total"]) if rows else {}
+    def gather(self) -> list[tuple[dict[str, int], list[dict[str, Any]], list[str]]]:
+        """Of every rank: memory by class, traffic entries, and where they were not predicted."""
+        peak = max(self.tracker.rows(), key=lambda row: row["total"])
+        ledger = self.recorder.ledger
         mine = (
-            {name: peak[name] for name in MEMORY_CLASSES if peak.get(name)},
-            [asdict(row) for row in self.recorder.ledger.rows()],
+            {name: peak[name] for name in MEMORY_CLASSES if peak[name]},
+            [asdict(row) for row in ledger.rows()],
+            differences(traffic(self.program.job), ledger),
         )
         everyone: list[Any] = [mine] * self.world.world_size
         if self.world.world_size > 1:
             dist.all_gather_object(everyone, mine)
-        memory, traffic = zip(*everyone, strict=True)
-        return list(memory), list(traffic)
+        return everyone
 
 
 def _by_kind(traffic: list[dict[str, Any]]) -> dict[str, int]:
@@ -204,13 +218,6 @@ def _by_kind(traffic: list[dict[str, Any]]) -> dict[str, int]:
         kind = f"{row['axis']} {row['collective']}"
         kinds[kind] = kinds.get(kind, 0) + row["bytes"]
     return kinds
-
-
-def _rate(job: Job, seconds: list[float]) -> float | None:
-    if not seconds:
-        return None
-    median = sorted(seconds)[len(seconds) // 2]
-    return job.train.global_batch * job.train.seq_len / median
 
 
 def _memory_bytes(device: torch.device) -> int:
