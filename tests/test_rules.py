@@ -73,6 +73,13 @@ def test_legal_degrees_by_hand():
     assert legal_tp(model("qwen2.5-7b")) == [1, 2, 4]
 
 
+def test_a_layer_norm_over_all_heads_is_not_cut():
+    spec = small(qk_norm="full", norm="layer")
+    assert "norm-over-ranks" in errors_of(spec, ranks=2, tp=2)
+    assert "norm-over-ranks" not in errors_of(spec)
+    assert "norm-over-ranks" not in errors_of(small(qk_norm="full"), ranks=2, tp=2)
+
+
 def test_sequence_pieces():
     said = {"tp": 8, "seq_len": 250, "micro_batch": 2}
     finding = found(rule="sequence-pieces", overrides=said)["sequence-pieces"]

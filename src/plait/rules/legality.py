@@ -163,6 +163,14 @@ def tensor_degree(job: Job) -> Iterator[Finding]:
             yield error("layout.tp", tp, message, best, rule)
 
 
+def norm_over_ranks(job: Job) -> Iterator[Finding]:
+    """A norm over all heads is cut with them; only the root mean square one can be."""
+    model, tp = job.model, job.layout.tp
+    if tp > 1 and model.qk_norm == "full" and model.norm == "layer":
+        message = f"a layer norm over all query heads cannot be cut over tp {tp}, an RMS norm can"
+        yield error("model.qk_norm", model.qk_norm, message, "head", "norm-over-ranks")
+
+
 def sequence_pieces(job: Job) -> Iterator[Finding]:
     """Sequence parallelism cuts the tokens of a micro batch in equal pieces."""
     layout, seq_len = job.layout, job.train.seq_len
@@ -256,6 +264,7 @@ RULES = (
     head_counts,
     experts_chosen,
     tensor_degree,
+    norm_over_ranks,
     sequence_pieces,
     learned_positions,
     built_axes,
