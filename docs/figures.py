@@ -1,0 +1,187 @@
+"""Draws the figures of docs/strategies/ as SVG: `python docs/figures.py`.
+
+Plain shapes and text, no fonts or scripts from elsewhere. Each figure brings its own ground, light
+or dark as the reader's system is, so that it can be read on any page.
+"""
+
+from pathlib import Path
+
+HERE = Path(__file__).parent / "strategies"
+
+#: Role -> colour on a light and on a dark ground.
+COLOURS = {
+    "ground": ("#ffffff", "#15191f"),
+    "ink": ("#1d2430", "#e6e9ee"),
+    "faint": ("#64707f", "#9aa5b3"),
+    "line": ("#b7c0cb", "#46505d"),
+    "weights": ("#8db8e8", "#2f5f93"),
+    "grads": ("#f0b072", "#8f5a1f"),
+    "states": ("#a5cf9b", "#3f7236"),
+    "tokens": ("#cdbce6", "#5d4a80"),
+    "wire": ("#c2453a", "#f0867c"),
+}
+
+
+class Figure:
+    """An SVG that is drawn from the top left, in pixels."""
+
+    def __init__(self, width: int, height: int, title: str):
+        self.width, self.height, self.title = width, height, title
+        self.parts: list[str] = []
+
+    def box(self, x: float, y: float, w: float, h: float, role: str, text: str = "") -> None:
+        """A filled box with a line of text in its middle."""
+        self.parts.append(
+            f'<rect class="{role}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3"/>'
+        )
+        if text:
+            self.text(x + w / 2, y + h / 2 + 4, text)
+
+    def frame(self, x: float, y: float, w: float, h: float) -> None:
+        """A box without filling."""
+        self.parts.append(
+            f'<rect class="frame" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="5"/>'
+        )
+
+    def text(self, x: float, y: float, text: str, role: str = "ink", at: str = "middle") -> None:
+        """A line of text; `at` is start, middle or end."""
+        for raw, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+            text = text.replace(raw, safe)
+        self.parts.append(
+            f'<text class="{role}" x="{x:g}" y="{y:g}" text-anchor="{at}">{text}</text>'
+        )
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float, both: bool = False) -> None:
+        """A line with a head at its end, or at both."""
+        start = ' marker-start="url(#head)"' if both else ""
+        self.parts.append(
+            f'<line class="arrow" x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}"'
+            f'{start} marker-end="url(#head)"/>'
+        )
+
+    def __str__(self) -> str:
+        def style(dark: int) -> str:
+            fill = "".join(f".{role}{{fill:{pair[dark]}}}" for role, pair in COLOURS.items())
+            line, wire = COLOURS["line"][dark], COLOURS["wire"][dark]
+            return (
+                f"{fill}.frame{{fill:none;stroke:{line}}}.arrow{{stroke:{wire};stroke-width:1.6}}"
+            )
+
+        head = (
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            'markerHeight="7" orient="auto-start-reverse"><path class="wire" d="M0 0L8 4L0 8z"/>'
+            "</marker>"
+        )
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" role="img" aria-label="{self.title}">',
+            f"<title>{self.title}</title>",
+            "<style>text{font:13px system-ui,sans-serif}"
+            f"{style(0)}@media(prefers-color-scheme:dark){{{style(1)}}}</style>",
+            f"<defs>{head}</defs>",
+            f'<rect class="ground" width="{self.width}" height="{self.height}" rx="8"/>',
+            *self.parts,
+            "</svg>",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def data() -> Figure:
+    """Four ranks, each with the whole model and its own samples."""
+    f = Figure(720, 250, "Data parallelism: each rank has the whole model and its own samples")
+    f.text(20, 28, "Each rank holds everything and sees its own samples.", "faint", "start")
+    for r in range(4):
+        x = 20 + 175 * r
+        f.frame(x, 44, 155, 134)
+        f.text(x + 77, 64, f"rank {r}")
+        f.box(x + 12, 74, 131, 22, "tokens", f"samples {4 * r} to {4 * r + 3}")
+        f.box(x + 12, 100, 131, 22, "weights", "all weights")
+        f.box(x + 12, 126, 131, 22, "states", "all optimizer states")
+        f.box(x + 12, 152, 131, 20, "grads", "all gradients")
+        f.arrow(x + 77, 176, x + 77, 206, both=True)
+    f.box(
+        20,
+        208,
+        680,
+        26,
+        "line",
+        "all-reduce: gradients are summed, bucket by bucket, during backward",
+    )
+    return f
+
+
+def zero() -> Figure:
+    """What one of four ranks holds in each stage."""
+    f = Figure(720, 268, "ZeRO: what each of four ranks holds in stages 0 to 3")
+    kinds = (
+        ("weights", "weights", 3),
+        ("grads", "gradients", 2),
+        ("states", "optimizer states", 1),
+    )
+    for i, (role, name, _) in enumerate(kinds):
+        f.box(150 + 190 * i, 14, 16, 16, role)
+        f.text(172 + 190 * i, 27, name, at="start")
+    messages = (
+        "all-reduce gradients, once a step",
+        "reduce-scatter gradients, all-gather weights, once a step",
+        "reduce-scatter gradients in each micro batch, all-gather once",
+        "reduce-scatter, and all-gather each layer twice, in each micro batch",
+    )
+    for stage, message in enumerate(messages):
+        y = 46 + 54 * stage
+        f.text(20, y + 16, f"ZeRO {stage}", at="start")
+        for r in range(4):
+            left = 96 + 152 * r
+            f.frame(left, y, 144, 26)
+            for i, (role, _, shard_from) in enumerate(kinds):
+                x = left + 4 + 46 * i
+                if stage < shard_from:
+                    f.box(x, y + 4, 44, 18, role)
+                else:
+                    f.box(x + 11 * r, y + 4, 11, 18, role)
+        f.text(96, y + 42, message, "faint", "start")
+    return f
+
+
+def tensor() -> Figure:
+    """One branch of a layer on two tensor-parallel ranks, with sequence parallelism."""
+    f = Figure(720, 280, "Tensor and sequence parallelism: one branch of a layer on two ranks")
+    f.text(20, 28, "One branch (an MLP; attention likewise) on two tp ranks", "faint", "start")
+    stages = (
+        (20, 96, "tokens", ("norm", "rows 0 to T/2", "rows T/2 to T")),
+        (196, 104, "weights", ("column-parallel", "gate, up: half 0", "gate, up: half 1")),
+        (310, 104, "tokens", ("activation", "f/2 columns", "f/2 columns")),
+        (424, 104, "weights", ("row-parallel", "down: half 0", "down: half 1")),
+        (604, 96, "tokens", ("stream", "rows 0 to T/2", "rows T/2 to T")),
+    )
+    for x, w, role, (head, *ranks) in stages:
+        f.text(x + w / 2, 60, head)
+        for r, text in enumerate(ranks):
+            f.box(x, 74 + 52 * r, w, 40, role, text)
+    for x, to, name, mirror in (
+        (118, 194, "all-gather", ("all-gather,", "reduce-scatter")),
+        (530, 602, "reduce-scatter", ("all-gather",)),
+    ):
+        for y in (94, 146):
+            f.arrow(x, y, to, y)
+        f.arrow(x, 100, to, 140)
+        f.arrow(x, 140, to, 100)
+        f.text((x + to) / 2, 194, name, "wire")
+        for i, line in enumerate(mirror):
+            f.text((x + to) / 2, 220 + 16 * i, line, "wire")
+    f.text(20, 194, "forward", "faint", "start")
+    f.text(20, 220, "backward", "faint", "start")
+    f.text(367, 194, "nothing is sent", "faint")
+    f.text(367, 220, "nothing is sent", "faint")
+    f.text(20, 264, "T tokens of a micro batch, f the width of the MLP.", "faint", "start")
+    return f
+
+
+def figures() -> dict[str, str]:
+    """File name in docs/strategies/ -> SVG."""
+    return {"data.svg": str(data()), "zero.svg": str(zero()), "tensor.svg": str(tensor())}
+
+
+if __name__ == "__main__":
+    for name, text in figures().items():
+        (HERE / name).write_text(text, "utf-8")
