@@ -180,6 +180,7 @@ class Step:
             engine.release(n + 1)
             engine.gather(n + 1, n)
             self.head_backward()
+            engine.gather(n, n - 1)
             tape.enter("backward", "activations")
             for i in reversed(range(n)):
                 engine.gather(i + 1, i)
@@ -267,9 +268,9 @@ class Step:
                 weight = f"{name}.weight"
                 tape.take(self.stream + self.weight(weight))
                 tape.drop(s.c * s.tokens * width + (self.stream if done else 0))
+                tape.drop(self.stream if done == len(widths) - 1 else 0, input)
                 self.arrive(f"{name}.bias")
                 self.arrive(weight, weights=True)
-            tape.drop(self.stream, input)
             return
         kind = "buffers" if self.split else ""
         tape.take(self.whole if self.split else 0, "buffers")
@@ -292,16 +293,16 @@ class Step:
         if biased and self.tp:
             self.tape.spike(self.stream)
 
-    def leave_backward(self, name: str, width: int) -> None:
-        """Leaves the gradient of the map's input. That of the output is dropped, unless it is the
-        stream's own, which goes on past the branch."""
+    def leave_backward(self, name: str, width: int, kept: int) -> None:
+        """Leaves the gradient of the map's input; drops `kept` bytes that nobody else needs. The
+        output's gradient is dropped too, unless it is the stream's and goes on past the branch."""
         s, tape, weight = self.s, self.tape, f"{name}.weight"
         self.arrive(f"{name}.bias")
         own = self.stream if self.after or self.model.dropout else 0
         with tape.during(self.whole if self.split else 0, "buffers"):
             tape.drop(own if self.split else 0)
             tape.take(s.c * s.tokens * width + self.weight(weight))
-            tape.drop(0 if self.split else own)
+            tape.drop(kept + (0 if self.split else own))
         self.arrive(weight, weights=True)
 
     # -- attention and MLP: [t, hidden] -> [t, hidden]
@@ -359,7 +360,7 @@ class Step:
         """Leaves the input's gradient; the output's is the caller's."""
         s, tape, model = self.s, self.tape, self.model
         q, kv = s.c * s.tokens * s.q, s.c * s.tokens * s.kv
-        self.leave_backward(f"{name}.o", s.q)
+        self.leave_backward(f"{name}.o", s.q, 0)
         tape.take(q + 2 * kv)
         tape.drop(q)
         tape.drop(self.attention_keeps(i) - self.qk_norms_keep())
@@ -387,8 +388,7 @@ class Step:
     def mlp_backward(self, name: str, i: int) -> None:
         """As `attention_backward`."""
         s, tape, n = self.s, self.tape, self.s.c * self.s.tokens * self.s.ffn
-        self.leave_backward(f"{name}.down", s.ffn)
-        tape.drop(n)  # the product
+        self.leave_backward(f"{name}.down", s.ffn, n)
         if self.model.gated:
             tape.take(3 * n)  # both gradients and a factor of one
             tape.drop(4 * n)  # the factor, the product's gradient, gate, up

@@ -38,7 +38,7 @@ class MemoryTracker(TorchDispatchMode):
         tracker.rows()
 
     What the program already holds is counted from the start. Not counted: the allocator's
-    rounding, and what kernels use inside.
+    rounding, and what kernels and collectives use inside.
 
     Attributes:
         current: class -> bytes now, without what ZeRO-3 has gathered.
@@ -106,7 +106,9 @@ class MemoryTracker(TorchDispatchMode):
             side = _WHOLE_SIDE.get(function.__name__.partition(".")[0])
             if side is not None:
                 self._move(args[side], "buffers")
-        else:
+        elif any(made.alias_info is None for made in function._schema.returns):
+            # Only what is new: a view of, or a write to, an unknown storage belongs to whoever
+            # made it out of sight, as gloo does in its own threads.
             kind = "activations"
             if self.scope.phase in ("norm", "optimizer"):
                 kind = "optimizer"
