@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import cases
-from harness import run_ranks
 from plait.models.random import initial
 from plait.parallel.mesh import make_mesh
 from plait.spec.parameters import parameters
 from plait.train.program import Program
+from ranks import run_ranks
 
 RNG = random.Random(7)
 POINTS = [cases.random_point(RNG, world=world) for world in (1, 2, 2, 4, 4, 4, 8, 8)]
