@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         out = Console()
         # Into a file or a pipe: no line is cut to a terminal's width.
-        (out if out.is_terminal else Console(width=140)).print(table(results))
+        (out if out.is_terminal else Console(width=150)).print(table(results))
     return 0
 
 
