@@ -129,4 +129,5 @@ def _leaves_domain(job: Job, grid: Grid, axis: str) -> bool:
     # How groups lie in domains repeats with the extent of a group and of a domain.
     extent = max(grid.stride(a) * grid.size(a) for a in axes)
     ranks = range(min(grid.world, lcm(extent, job.cluster.fast_domain)))
-    return any(job.cluster.crosses(group) for group in {grid.group(r, *axes) for r in ranks})
+    firsts = (r for r in ranks if not any(grid.coordinate(r)[a] for a in axes))
+    return any(job.cluster.crosses(grid.group(first, *axes)) for first in firsts)
