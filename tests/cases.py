@@ -15,7 +15,7 @@ from plait.spec.job import Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model, RopeScaling
 
-GLOBAL_BATCH, SEQ = 16, 16
+SEQ = 16
 
 _BASE = Model.of(
     "parity", layers=2, hidden=32, heads=8, head_dim=4, vocab=61, ffn=48, seq=SEQ, kv_heads=8
@@ -53,6 +53,9 @@ SPACE: dict[str, Sequence[Any]] = {
     "kv_heads": (8, 2, 1),
     "model": tuple(MODELS),
     "bucket_mib": (25.0, 0.005),
+    # Of one value here: what `UNEVEN` gives others to.
+    "heads": (8,),
+    "global_batch": (16,),
 }
 
 _TURNS = ("model", "bucket_mib")
@@ -72,16 +75,49 @@ def legal(point: Point) -> bool:
 
 
 def case(point: Point) -> Case:
-    """The case of a legal point; the global batch is the same in all."""
-    model = replace(
-        MODELS[point["model"]], kv_heads=point["kv_heads"], tied=point["tied"], name=point["model"]
-    )
+    """The case of a legal point."""
+    given = {key: point[key] for key in ("heads", "kv_heads", "tied")}
+    model = replace(MODELS[point["model"]], name=point["model"], **given)
     fields = ("tp", "dp_replicate", "zero", "sequence_parallel", "recompute")
     dp = point["world"] // point["tp"]
-    micro = GLOBAL_BATCH // dp // point["accumulation"]
+    micro = point["global_batch"] // dp // point["accumulation"]
     layout = Layout.fill(point["world"], micro_batch=micro, **{f: point[f] for f in fields})
     train = Train(bucket_mib=point["bucket_mib"])
     return Case(model, layout, point["accumulation"], SEQ, train)
+
+
+def _uneven(**given: Any) -> Point:
+    return {key: given.get(key, values[0]) for key, values in SPACE.items()}
+
+
+#: Worlds and degrees that are no powers of two, where nothing divides by luck: copies of KV heads
+#: by threes, a vocabulary of 61 padded to 63 or 66, shards that end inside rows, HSDP of 2 x 3.
+UNEVEN: list[Point] = [
+    _uneven(world=3, zero=3, model="qwen2", global_batch=6, recompute="selective", tied=True),
+    _uneven(world=3, tp=3, heads=6, kv_heads=6, model="gemma", global_batch=4, tied=True),
+    _uneven(world=3, tp=3, heads=6, kv_heads=3, model="qwen3", global_batch=6,
+            sequence_parallel=True, tied=True, accumulation=2),
+    _uneven(world=3, tp=3, heads=12, kv_heads=1, model="olmo2", global_batch=3,
+            sequence_parallel=True),
+    _uneven(world=5, zero=1, model="gpt2", global_batch=10, accumulation=2, bucket_mib=0.005),
+    _uneven(world=5, zero=3, model="olmo2", global_batch=5, recompute="full", tied=True),
+    _uneven(world=6, tp=6, heads=6, kv_heads=2, model="llama", global_batch=4, tied=True),
+    _uneven(world=6, tp=6, heads=12, kv_heads=3, model="olmo2", global_batch=6,
+            sequence_parallel=True, recompute="full", accumulation=2),
+    _uneven(world=6, tp=6, heads=12, kv_heads=12, model="gpt2", global_batch=3,
+            sequence_parallel=True),
+    _uneven(world=6, tp=3, heads=6, kv_heads=1, zero=3, model="qwen3", global_batch=12,
+            sequence_parallel=True, accumulation=2, recompute="selective:attention"),
+    _uneven(world=6, tp=3, heads=12, kv_heads=3, dp_replicate=2, model="qwen2", global_batch=4,
+            tied=True),
+    _uneven(world=6, tp=2, heads=6, kv_heads=1, zero=2, model="olmo2", global_batch=6,
+            sequence_parallel=True, accumulation=2),
+    _uneven(world=6, dp_replicate=2, zero=3, model="gemma", global_batch=12, accumulation=2,
+            tied=True),
+    _uneven(world=6, dp_replicate=3, zero=1, model="gpt2", global_batch=6, bucket_mib=0.005),
+    _uneven(world=7, dp_replicate=7, model="llama", global_batch=14, accumulation=2),
+    _uneven(world=7, zero=2, model="qwen3", global_batch=7, bucket_mib=0.005),
+]  # fmt: skip
 
 
 def name(point: Point) -> str:

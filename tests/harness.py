@@ -126,30 +126,31 @@ def on_rank(rank: int, job: Job, check: bool = False) -> Trace:
     program = Program(job, mesh)
     program.initialize()
     engine = program.engine
-    losses, norms, gradients = [], [], []
-    for step in range(job.train.steps):
-        mean_loss, _ = program.forward_backward(micro_batches(job, mesh, step))
-        loss, norm = program.totals(mean_loss)
-        if step == 0:
-            gradients = [
-                (p.parameter.name, p.offset, p.size, engine.segments[i].grad[s].clone())
-                for p, i, s in engine.held()
-            ]
-        with mesh.scope.during("optimizer"):
-            rate = learning_rate(step, job.train)
-            apply_update(program.optimizer, engine.segments, norm, job.train.clip, 1.0, rate)
-            engine.publish()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    weights = [
+    # The first step by hand: the optimizer overwrites the gradients.
+    mean_loss, _ = program.forward_backward(micro_batches(job, mesh, 0))
+    totals = [program.totals(mean_loss)]
+    gradients = [
+        (p.parameter.name, p.offset, p.size, engine.segments[i].grad[s].clone())
+        for p, i, s in engine.held()
+    ]
+    with mesh.scope.during("optimizer"):
+        rate = learning_rate(0, job.train)
+        apply_update(program.optimizer, engine.segments, totals[0][1], job.train.clip, 1.0, rate)
+        engine.publish()
+    for step in range(1, job.train.steps):
+        result = program.step(micro_batches(job, mesh, step), step)
+        totals.append((result.loss, result.grad_norm))
+    losses, norms = ([x.item() for x in column] for column in zip(*totals, strict=True))
+    return Trace(losses, norms, gradients, held_weights(program))
+
+
+def held_weights(program: Program) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    """A rank's weights in the master dtype, copied: (name, offset, size, values) of each box."""
+    engine = program.engine
+    return [
         (p.parameter.name, p.offset, p.size, engine.segments[i].weight[s].clone())
         for p, i, s in engine.held()
     ]
-    return Trace(losses, norms, gradients, weights)
-
-
-def on_rank_cases(rank: int, jobs: Sequence[Job]) -> list[Trace]:
-    return [on_rank(rank, job) for job in jobs]
 
 
 def compare(ranks: Sequence[Trace], oracle: Trace) -> None:

@@ -14,20 +14,29 @@ SAMPLE = cases.sample()
 
 
 @cache
-def oracle(model: str, kv_heads: int, tied: bool) -> Trace:
+def _oracle(choices: tuple[tuple[str, object], ...]) -> Trace:
     point = {key: values[0] for key, values in cases.SPACE.items()}
-    one = {"model": model, "kv_heads": kv_heads, "tied": tied}
-    return one_process(cases.case(point | one).job)
+    return one_process(cases.case(point | dict(choices)).job)
+
+
+def oracle(point: cases.Point) -> Trace:
+    """What the point's model and batch give in one process."""
+    choices = ("model", "heads", "kv_heads", "tied", "global_batch")
+    return _oracle(tuple((key, point[key]) for key in choices))
 
 
 def check(point: cases.Point) -> None:
-    case = cases.case(point)
-    ranks = run_ranks(point["world"], on_rank, case.job)
-    compare(ranks, oracle(point["model"], point["kv_heads"], point["tied"]))
+    compare(run_ranks(point["world"], on_rank, cases.case(point).job), oracle(point))
 
 
 @pytest.mark.parametrize("point", SAMPLE, ids=cases.name)
 def test_layout_equals_one_process(point):
+    check(point)
+
+
+@pytest.mark.parametrize("point", cases.UNEVEN, ids=cases.name)
+def test_uneven_layout_equals_one_process(point):
+    assert cases.legal(point)
     check(point)
 
 
@@ -52,7 +61,7 @@ def test_the_comparison_sees_a_wrong_gradient():
     name, offset, size, values = trace.gradients[0]
     trace.gradients[0] = (name, offset, size, values * (1 + 1e-8))
     with pytest.raises(AssertionError, match="gradients"):
-        compare([trace], oracle(point["model"], point["kv_heads"], point["tied"]))
+        compare([trace], oracle(point))
 
 
 def _dies(rank: int) -> None:
