@@ -338,8 +338,10 @@ def test_starts_without_torch_and_rich():
         "from plait.cli.main import main\n"
         "assert main(['presets']) == 0\n"
         "assert main(['explain', 'llama3.1-8b', '--gpus', 'h100:64', '--tp', '8']) == 0\n"
-        "assert main(['train', '--tp', '3']) == 2\n"
         "heavy = {'torch', 'rich', 'numpy', 'transformers'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+        "assert main(['train', '--tp', '3']) == 2\n"
+        "heavy = {'torch', 'rich', 'transformers'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )
     assert done.returncode == 0, done.stderr

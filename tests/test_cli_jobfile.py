@@ -293,11 +293,17 @@ def test_a_checkpoint_is_a_job(tmp_path):
 
 def test_a_checkpoint_goes_on_over_other_ranks(tmp_path):
     saved_by(tmp_path, ranks="8", tp="2", dp_replicate="2", zero="3", global_batch="32")
-    job = read_job("train", file=tmp_path, overrides={"ranks": "4", "steps": "9"})
-    assert (job.layout.tp, job.layout.dp, job.layout.zero) == (2, 2, 3)
-    assert (job.train.global_batch, job.layout.micro_batch, job.train.steps) == (32, 16, 9)
+    job = read_job("train", file=tmp_path, overrides={"ranks": "1", "steps": "9"})
+    assert (job.layout.tp, job.layout.dp, job.layout.zero) == (1, 1, 3)
+    assert (job.train.global_batch, job.layout.micro_batch, job.train.steps) == (32, 32, 9)
     job = read_job("train", file=tmp_path, overrides={"tp": "4"})
     assert (job.layout.world, job.layout.tp, job.layout.dp) == (8, 4, 2)
+
+
+def test_a_checkpoint_goes_on_with_another_batch(tmp_path):
+    saved_by(tmp_path, ranks="4", tp="2", accumulation="2", global_batch="16")
+    job = read_job("train", file=tmp_path, overrides={"global_batch": "20"})
+    assert (job.layout.tp, job.layout.micro_batch, job.train.accumulation) == (2, 10, 1)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "three"}', '{"step": 3}'])

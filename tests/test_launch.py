@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plait.spec.findings import UserError, error
-from plait.spec.job import Data, Job, Train
+from plait.spec.job import Checkpoint, Data, Job, Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model
 from plait.train.launch import RunFailed, World, resolve_dtype, run
@@ -37,7 +37,8 @@ def job(mode: str = "", ranks: int = 2, **train) -> Job:
     """A job whose data path tells `work` what to do."""
     model = Model.of("small", layers=1, hidden=8, heads=1, vocab=256)
     train = Train(**({"steps": 4, "seq_len": 4, "global_batch": ranks} | train))
-    return Job(model, Layout(dp_shard=ranks), train, Data(path=(mode,)))
+    kept = Checkpoint(folder="none")
+    return Job(model, Layout(dp_shard=ranks), train, Data(path=(mode,)), kept)
 
 
 def work(job: Job, world: World, report: Metrics) -> Result:
@@ -127,7 +128,7 @@ def test_as_json_stdout_is_one_object(capsys):
 def test_ranks_that_wait_for_nothing_end_after_the_timeout(capsys):
     code, _, err = launched(capsys, "hang", timeout=1.0)
     assert code == 1
-    assert err.startswith("rank 0 died in step 2: it lost the other ranks (")
+    assert err.startswith("rank 1 no longer answered in step 2: rank 0 lost the others (")
     assert len(err.splitlines()) == 1
 
 
@@ -407,7 +408,8 @@ def test_the_summary_merges_ranks_that_are_alike_and_prints_paths_whole(capsys):
     held = {"parameters": 2**20, "optimizer": 2**21}
     shares = [Share(r, held, {"tp all-reduce": 2**10 * (1 + r // 3)}) for r in (2, 0, 1, 3)]
     folder = "/a/very/long/path" * 12
-    Metrics(job()).summary(shares, folder, f"plait train --checkpoint.resume {folder}")
+    command = f"plait train --checkpoint.resume {folder}"
+    Metrics(job()).summary(shares, checkpoint=folder, command=command)
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()

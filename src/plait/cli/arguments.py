@@ -6,7 +6,7 @@ read (`plait.spec.jobfile`), so that everything that is wrong is said at once.
 
 import argparse
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -176,11 +176,13 @@ def load_job(
     file: str | None = None,
     model: str | None = None,
     world: int | None = None,
+    further: Callable[[Job], list[Finding]] | None = None,
 ) -> tuple[Job, list[Finding]]:
     """The job, and what the rules find about it.
 
     Args:
         given: as `parse` returns it. findings: what is wrong with the arguments already.
+        further: finds more than the rules do.
 
     Raises:
         UserError: every problem of arguments, file, fields, and, where there is one, all that
@@ -192,6 +194,8 @@ def load_job(
         findings = [*findings, error("model", overrides["model"], message, model)]
     job, problems = draft_job(purpose, file, overrides, model=model, world=world)
     found = check(job, purpose) if job is not None else []
+    if job is not None and further is not None:
+        found += further(job)
     problems = [*findings, *problems]
     if problems:
         # The draft is good for finding what else is illegal, and for nothing more.

@@ -19,12 +19,13 @@ def run(argv: list[str]) -> int:
     file, *more = words or [None]
 
     from plait.train import launch
+    from plait.train.preflight import problems as further
 
     place = launch.joined(os.environ)
     try:
         world = place.world_size if place else None
         problems = [*findings, *superfluous(more)]
-        job, found = load_job("train", given, problems, file=file, world=world)
+        job, found = load_job("train", given, problems, file, world=world, further=further)
         if errors := [f for f in found if f.level == "error"]:
             raise UserError(errors)
     except UserError:

@@ -50,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         n = x.shape[-1]
         wide, g, w = _accurate(x), _accurate(grad), weight.to(rstd.dtype)
-        product = (g * wide).view(-1, n)
+        product = (g * wide).reshape(-1, n)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             along = torch.mv(product, w).view(rstd.shape)

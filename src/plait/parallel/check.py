@@ -25,10 +25,13 @@ def make_check(store: dist.Store, rank: int) -> Callable[[Axis, str, Tensor], No
     def check(axis: Axis, name: str, x: Tensor) -> None:
         ranks = tuple(dist.get_process_group_ranks(axis.group))
         issued[ranks] += 1
-        key = f"plait/check/{'-'.join(map(str, ranks))}/{issued[ranks]}"
+        group = f"plait/check/{'-'.join(map(str, ranks))}"
+        key = f"{group}/{issued[ranks]}"
         mine = f"{name} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         store.set(f"{key}/{rank}", mine)
         theirs = store.multi_get([f"{key}/{r}" for r in ranks])
+        if issued[ranks] > 1:  # all are here, so all have read what was said before
+            store.delete_key(f"{group}/{issued[ranks] - 1}/{rank}")
         if any(t.decode() != mine for t in theirs):
             said = "; ".join(f"rank {r}: {t.decode()}" for r, t in zip(ranks, theirs, strict=True))
             raise CollectiveMismatch(f"the ranks of axis {axis.name} differ: {said}")

@@ -77,13 +77,31 @@ class FlatBucket:
         self.arrived: set[str] = set()  # parameters whose gradient of this micro batch is in
         self.accumulated = False  # `grads` holds something of this step already
         self.reduction: tuple[Handle, Tensor] | None = None
+        starts = [e.start for e in bucket.entries[1:]] + [bucket.size]
+        pairs = zip((e.stop for e in bucket.entries), starts, strict=True)
+        self.gaps = [slice(a, b) for a, b in pairs if a < b]
+
+    def reset(self) -> None:
+        """Before a step: nothing of an earlier one is left, also not of one that broke off."""
+        if self.reduction is not None:
+            self.reduction[0].wait()
+            self.reduction = None
+        self.release()
+        if self.stage >= 2:
+            self.whole = None
+        else:
+            self._zero_gaps()
+        self.accumulated = False
+        self.arrived.clear()
 
     # -- weights
 
     def publish(self, wait: bool) -> None:
         """Brings what the optimizer wrote into `master` to every rank's `full`."""
         if self.stage == 3:
+            self.release()
             return
+        self.weights.wait()
         own = self.full[self.own]
         if not self.aliased:
             own.copy_(self.master)
@@ -128,11 +146,9 @@ class FlatBucket:
         self.arrived.add(entry.parameter.name)
 
     def _zero_gaps(self) -> None:
-        at = 0
-        for entry in self.bucket.entries:
-            self.whole[at : entry.start].zero_()
-            at = entry.stop
-        self.whole[at:].zero_()
+        """Alignment between parameters is part of what is sent, summed and stepped: as zeros."""
+        for gap in self.gaps:
+            self.whole[gap].zero_()
 
     @property
     def complete(self) -> bool:
@@ -146,7 +162,8 @@ class FlatBucket:
             if entry.parameter.name not in self.arrived and not (
                 self.accumulated and self.stage < 2
             ):
-                self.accumulate(entry, torch.zeros((), dtype=self.dtypes.grad).expand(entry.shape))
+                zero = torch.zeros((), dtype=self.dtypes.grad, device=self.full.device)
+                self.accumulate(entry, zero.expand(entry.shape))
 
     def start_reduction(self) -> None:
         """Sums partial gradients over tp and starts the reduction over the data ranks."""
@@ -224,6 +241,9 @@ class DataParallel:
             b.release()
         self._watch_units(module)
         self.segments = [s for b in self.buckets for s in b.segments()]
+        if not self.segments:  # a rank whose pieces are all padding steps nothing, like the others
+            b = self.buckets[0]
+            self.segments = [Segment(0, b.master[:0], b.own_grads[:0], False, 1)]
 
     # -- construction
 
@@ -238,7 +258,7 @@ class DataParallel:
             for entry in flat.bucket.entries:
                 # `.data` starts a version counter of its own: refilling the bucket is not a
                 # change that autograd should refuse.
-                view = flat.full.data.as_strided(entry.shape, _strides(entry.shape), entry.start)
+                view = flat.full.data[entry.start : entry.stop].view(entry.shape)
                 p = nn.Parameter(view)
                 for child, attribute in owners.pop(entry.parameter.name):
                     setattr(child, attribute, p)
@@ -306,9 +326,9 @@ class DataParallel:
 
     def begin(self) -> None:
         """Starts a step: nothing has been accumulated."""
+        self.reducing = None
         for b in self.buckets:
-            b.accumulated = False
-            b.arrived.clear()
+            b.reset()
 
     def begin_micro_batch(self, last: bool) -> None:
         """Says whether the micro batch that comes is the step's last."""
@@ -390,11 +410,3 @@ def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"layers.{name}", layer
     if module.head is not None:
         yield "head", module.head
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))

@@ -31,6 +31,12 @@ class Mesh:
     axes: dict[str, Axis]
     scope: Scope = field(default_factory=Scope)
 
+    @property
+    def dp_rank(self) -> int:
+        """Which of the dp ranks this is: the share of each micro step's samples that it sees."""
+        at = self.coordinate
+        return at["dp_replicate"] * self.layout.dp_shard + at["dp_shard"]
+
     def __getitem__(self, axis: str) -> Axis:
         return self.axes[axis]
 

@@ -158,8 +158,8 @@ class ShardedNorm(nn.Module):
         square = wide.square().sum(-1, keepdim=True) / self.copies
         width = x.shape[-1] * self.axis.size // self.copies
         y = wide * torch.rsqrt(sum_both(square, self.axis) / width + self.eps)
-        weight = self.weight + 1 if self.offset else self.weight
-        return y.to(x.dtype) * weight
+        weight = self.weight.to(wide.dtype)
+        return (y * (weight + 1 if self.offset else weight)).to(x.dtype)
 
 
 class VocabCrossEntropy:

@@ -51,7 +51,7 @@ RANGES = {
     "train.clip": (0, None, (True, True)),
     "train.bucket_mib": (0, None, (False, True)),
     "train.loss_scale": (0, None, (False, True)),
-    "train.timeout": (0, None, (False, True)),
+    "train.timeout": (1, 1_000_000, (True, True)),
     "checkpoint.every": (0, None, (True, True)),
     "checkpoint.keep": (1, None, (True, True)),
 }

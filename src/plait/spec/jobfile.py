@@ -218,8 +218,8 @@ def _read(path: Path, findings: list[Finding]) -> dict[str, Any]:
 def _resumed(folder: Path, overrides: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
     """The job of a checkpoint, set to go on from it.
 
-    Whoever names a degree or the ranks says anew how the ranks are used, and how they share the
-    global batch; the rest of the layout follows.
+    Whoever names a degree or the ranks says anew how the ranks are used: only the ZeRO stage and
+    what is recomputed stay. Then, or with a part of the batch named, the ranks share it anew.
     """
     before = len(findings)
     folder = _attempt(lambda: saved.find(folder), findings)
@@ -230,12 +230,13 @@ def _resumed(folder: Path, overrides: Mapping[str, Any], findings: list[Finding]
     if len(findings) > before:
         return {}
     names = {SHORT.get(k.replace("-", "_"), k) for k in overrides}
-    if names & {"ranks", "gpus", *(f"layout.{d}" for d in _DEGREES)}:
-        layout = given.pop("layout", {})
-        given["layout"] = {k: layout[k] for k in ("zero", "recompute") if k in layout}
-        given.get("train", {}).pop("accumulation", None)
-        if "layout.tp" not in names and "tp" in layout:
-            given["layout"]["tp"] = layout["tp"]
+    layout, train = given.get("layout", {}), given.get("train", {})
+    anew = bool(names & {"ranks", "gpus", *(f"layout.{d}" for d in _DEGREES)})
+    if anew:
+        given["layout"] = layout = {k: layout[k] for k in ("zero", "recompute") if k in layout}
+    if anew or names & {"train.global_batch", "train.accumulation", "layout.micro_batch"}:
+        layout.pop("micro_batch", None)
+        train.pop("accumulation", None)
     given.setdefault("checkpoint", {})["resume"] = str(folder)
     return given
 

@@ -1,9 +1,10 @@
 """Where checkpoints lie, and the job that each was saved by."""
 
 import contextlib
+import fcntl
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,32 +23,43 @@ def folder_of(job: Job) -> Path | None:
     return Path(job.checkpoint.folder or f"runs/{job.model.name}")
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the folder for checkpoints before a run, so that it is not found out after it.
+@contextlib.contextmanager
+def claimed(folder: Path | None) -> Iterator[None]:
+    """Keeps a folder for checkpoints to one run, and clean when the run is over.
+
+    What a run that was stopped has left is removed: a half-written checkpoint, an empty folder.
 
     Raises:
-        UserError: it cannot be made or written.
+        UserError: it cannot be made or written, or another run has it.
     """
+    if folder is None:
+        yield
+        return
+    where = "checkpoint.folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        lock = open(folder / ".lock", "w")  # noqa: SIM115  # held as long as the run lasts
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"another run keeps its checkpoints in {folder}"
+        raise UserError([error(where, str(folder), message, f"{folder}-2")]) from None
     except OSError as e:
         message = f"checkpoints cannot go to {folder}: {e.strerror}"
-        raise UserError([error("checkpoint.folder", str(folder), message, "none")]) from None
+        raise UserError([error(where, str(folder), message, "none")]) from None
+    try:
+        yield
+    finally:
+        for partial in folder.glob(".step-*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)
+        (folder / ".lock").unlink(missing_ok=True)
+        lock.close()
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def partial_folder(folder: Path, step: int) -> Path:
     """Where a checkpoint is written before it is whole."""
     return folder / f".{step_folder(folder, step).name}.partial"
-
-
-def sweep(folder: Path) -> None:
-    """Removes what a run that was stopped has left: a half-written checkpoint, an empty folder."""
-    for partial in folder.glob(".step-*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it is not empty, or not there
-        folder.rmdir()
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -56,8 +68,12 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, oldest first."""
-    return sorted(p.parent for p in folder.glob(f"step-*/{ABOUT}"))
+    """The whole checkpoints in a folder, in the order in which they were written.
+
+    Not in that of their steps: a run that starts anew in the folder of another is behind it.
+    """
+    found = folder.glob(f"step-*/{ABOUT}")
+    return [p.parent for p in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p))]
 
 
 def find(path: str | Path) -> Path:

@@ -5,9 +5,9 @@ and fake tensors (shapes and no storage), so what it sends and holds can be meas
 layout on any machine, and held against the formulas.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait.cost.ledger import (
-    MEMORY_CLASSES,
     NOTHING,
     Amount,
     StageMemory,
@@ -49,7 +48,7 @@ def dryrun(job: Job, findings: Sequence[Finding], full: bool = False) -> dict[st
     Args:
         job: complete and legal; "auto" dtypes have been resolved.
         findings: what the rules said of it.
-        full: run every layer and micro batch (see `measure`).
+        full: run every micro batch (see `measure`).
 
     Returns:
         REPORT and moreover "measured": {"traffic", "memory"} with rows as in REPORT, "agree":
@@ -69,38 +68,18 @@ def dryrun(job: Job, findings: Sequence[Finding], full: bool = False) -> dict[st
 
 
 def measure(job: Job, full: bool = False) -> Measured:
-    """Runs a step dry.
+    """Runs a step dry, all layers of it (0.05 to 0.1 s a layer and micro batch).
 
-    A large job is measured on parts of it, for a layer more costs the same as the one before, and
-    so does a micro batch: a few layers are run, and one and two micro batches. What does not grow
-    by equal steps is the packing of parameters into buckets; the engine of all layers is run by
-    itself for that. With `full`, all is run as it is (about 0.1 s a layer and micro batch).
+    Of many micro batches one and two are run: the traffic of each one more is the same, and what
+    is held is the same from the second on. With `full`, all are run.
     """
-    layers, model = job.model.layers, job.model
-    # With windows, layers differ, and repeat after `full_every`.
-    period = model.full_every or 1
-    few = 4 * period + layers % period
-    if full or layers <= few + period:
-        with _program(job) as program:
-            return _run(program, full)
-    parts = []
-    for n in (few, few + period):
-        with _program(replace(job, model=model.with_layers(n))) as program:
-            whole = _run(program, full)
-            parts.append((whole, _run_engine(program)))
+    n = job.train.accumulation
     with _program(job) as program:
-        engine = _run_engine(program)
-    (a, engine_a), (b, engine_b) = parts
-    more = (layers - few) // period
-    # What layers send is a step without what its engine sends: a - engine_a, b - engine_b.
-    sent = _sum(
-        (1, engine),
-        (1 - more, a.traffic),
-        (more - 1, engine_a),
-        (more, b.traffic),
-        (-more, engine_b),
-    )
-    return Measured(sent, _extended(a.memory, b.memory, more))
+        _step(program, 1)  # the optimizer makes its states in the first step
+        if full or n <= 2:
+            return _step(program, n)
+        one, two = _step(program, 1), _step(program, 2)
+    return Measured(_repeated(one.traffic, two.traffic, n), two.memory)
 
 
 @contextmanager
@@ -116,76 +95,22 @@ def _program(job: Job) -> Iterator[Program]:
         dist.destroy_process_group()
 
 
-def _run(program: Program, full: bool) -> Measured:
-    layout, train = program.job.layout, program.job.train
-    shape = (layout.micro_batch, train.seq_len)
+def _step(program: Program, micro_batches: int) -> Measured:
+    """A step of so many micro batches."""
+    shape = (program.job.layout.micro_batch, program.job.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     batch = MicroBatch(tokens, tokens, torch.arange(shape[0]))
-    held: list[StageMemory] = []
-
-    def step(micro_batches: int) -> TrafficLedger:
-        with MemoryTracker(program) as tracker, Recorder(program.mesh) as recorder:
-            program.step([batch] * micro_batches, 1)
-        held[:] = (StageMemory(**row) for row in tracker.rows())
-        return recorder.ledger
-
-    program.step([batch], 0)  # the optimizer makes its states in the first step
-    sent = _repeated(step, train.accumulation, full)
-    return Measured(sent, held)
+    with MemoryTracker(program) as tracker, Recorder(program.mesh) as recorder:
+        program.step([batch] * micro_batches, 1)
+    return Measured(recorder.ledger, [StageMemory(**row) for row in tracker.rows()])
 
 
-def _run_engine(program: Program) -> TrafficLedger:
-    """What the data-parallel engine sends by itself: gradients that never come are zeros."""
-    engine, scope = program.engine, program.mesh.scope
-
-    def step(micro_batches: int) -> TrafficLedger:
-        with Recorder(program.mesh) as recorder:
-            engine.begin()
-            with scope.during("backward"):
-                for i in range(micro_batches):
-                    engine.begin_micro_batch(last=i == micro_batches - 1)
-                    engine.end_micro_batch()
-                engine.finish()
-            with scope.during("optimizer"):
-                engine.publish()
-        return recorder.ledger
-
-    return _repeated(step, program.job.train.accumulation, full=False)
-
-
-def _repeated(
-    step: Callable[[int], TrafficLedger], micro_batches: int, full: bool
-) -> TrafficLedger:
+def _repeated(one: TrafficLedger, two: TrafficLedger, micro_batches: int) -> TrafficLedger:
     """The ledger of a step of so many micro batches, from those of one and of two."""
-    if full or micro_batches <= 2:
-        return step(micro_batches)
-    one, two = step(1), step(2)
-    return _sum((2 - micro_batches, one), (micro_batches - 1, two))
-
-
-def _sum(*terms: tuple[int, TrafficLedger]) -> TrafficLedger:
-    """Ledgers added up, each so many times."""
-    total = TrafficLedger()
-    for times, ledger in terms:
-        for entry, amount in ledger.entries.items():
-            before = total.entries.get(entry, NOTHING)
-            total.entries[entry] = Amount(
-                *(x + times * y for x, y in zip(before, amount, strict=True))
-            )
-    total.entries = {e: a for e, a in total.entries.items() if a != NOTHING}
-    return total
-
-
-def _extended(
-    first: Sequence[StageMemory], second: Sequence[StageMemory], times: int
-) -> list[StageMemory]:
-    """The memory of a model as much deeper than the first as `times` the second is."""
-    rows = []
-    for a, b in zip(first, second, strict=True):
-        held = {c: _line(getattr(a, c), getattr(b, c), times) for c in (*MEMORY_CLASSES, "total")}
-        rows.append(StageMemory(a.stage, a.moment, **held))
-    return rows
-
-
-def _line(first: int, second: int, times: int) -> int:
-    return first + times * (second - first)
+    ledger = TrafficLedger()
+    for entry in one.entries | two.entries:
+        first, second = (x.entries.get(entry, NOTHING) for x in (one, two))
+        ledger.entries[entry] = Amount(
+            *(a + (micro_batches - 1) * (b - a) for a, b in zip(first, second, strict=True))
+        )
+    return ledger

@@ -8,6 +8,9 @@ them. So a run saved under one layout goes on under another.
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
-from plait.spec.saved import ABOUT, about, complete, job_tables, partial_folder, step_folder, sweep
+from plait.spec.model import Model
+from plait.spec.parameters import parameters
+from plait.spec.saved import ABOUT, about, complete, job_tables, partial_folder, step_folder
 from plait.train.program import Program
 
 
@@ -117,27 +122,39 @@ def save(program: Program, job: Job, step: int, folder: Path, extra: dict[str, A
     Written beside its final place and renamed when it is whole: what is there is complete.
     extra: what else a resumed run needs (JSON), such as the loss scale.
     """
-    final = step_folder(folder, step)
-    partial = partial_folder(folder, step)
+    final, partial = step_folder(folder, step), partial_folder(folder, step)
     first = program.mesh.rank == 0
     if first:
-        sweep(folder)
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier(program)
     writer = dcp.FileSystemWriter(partial, sync_files=True)
     alone = program.mesh.layout.world == 1
-    dcp.save(state_dict(program), storage_writer=writer, planner=_Save(), no_dist=alone)
-    if first:
-        updates = max((int(s["step"]) for s in program.optimizer.state.values()), default=step)
-        said = {"step": step, "updates": updates, **extra, "job": job_tables(job)}
-        (partial / ABOUT).write_text(json.dumps(said, indent=1) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        for old in complete(folder)[: -job.checkpoint.keep or None]:
-            if job.checkpoint.keep and old != final:
+    try:
+        with _quiet():
+            dcp.save(state_dict(program), storage_writer=writer, planner=_Save(), no_dist=alone)
+        if first:
+            updates = max((int(s["step"]) for s in program.optimizer.state.values()), default=step)
+            said = {"step": step, "updates": updates, **extra, "job": job_tables(job)}
+            (partial / ABOUT).write_text(json.dumps(said, indent=1) + "\n")
+            _put(partial, final)
+            for old in complete(folder)[: -job.checkpoint.keep]:
                 shutil.rmtree(old)
+    except BaseException:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     _barrier(program)
     return final
+
+
+def _put(partial: Path, final: Path) -> None:
+    """Renames a whole checkpoint to its place; one of the same step gives way only then."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load(program: Program, folder: Path) -> dict[str, Any]:
@@ -152,12 +169,16 @@ def load(program: Program, folder: Path) -> dict[str, Any]:
     where = "checkpoint.resume"
     try:
         said = about(folder)
+        program.engine.begin()  # nothing is under way in what is written over
         state = state_dict(program)
-        problems = _mismatches(state, dcp.FileSystemReader(folder).read_metadata(), folder)
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+        problems = _other_model(said, program.job, folder)
+        problems += _mismatches(state, metadata, program.job.model, folder)
         if problems:
             raise UserError(problems)
         alone = program.mesh.layout.world == 1
-        dcp.load(state, checkpoint_id=folder, planner=_Load(), no_dist=alone)
+        with _quiet():
+            dcp.load(state, checkpoint_id=folder, planner=_Load(), no_dist=alone)
     except UserError:
         raise
     except (Exception, CheckpointException) as e:
@@ -172,16 +193,49 @@ def load(program: Program, folder: Path) -> dict[str, Any]:
     return said
 
 
-def _mismatches(state: dict[str, Boxes], metadata: Any, folder: Path) -> list[Finding]:
+#: Choices of a model that a run may go on with changed.
+_FREE = {"name", "seq", "dropout", "window", "rope_theta", "rope_scaling", "rope_local_theta"}
+
+
+def _other_model(said: dict[str, Any], job: Job, folder: Path) -> list[Finding]:
+    """What makes the same weights mean something else."""
+    before, now = said["job"]["model"], job_tables(job)["model"]
+    return [
+        error(
+            f"model.{key}",
+            now[key],
+            f"{folder} was saved with {key} {before[key]}, the job has {now[key]}",
+            before[key],
+        )
+        for key in now
+        if key not in _FREE and key in before and before[key] != now[key]
+    ]
+
+
+def _mismatches(
+    state: dict[str, Boxes], metadata: Any, model: Model, folder: Path
+) -> list[Finding]:
     saved = metadata.state_dict_metadata
-    findings = []
+    where, findings = "checkpoint.resume", []
     for key, boxes in state.items():
         have = tuple(saved[key].size) if key in saved else None
         if have != tuple(boxes.shape):
             what = f"holds it as {list(have)}" if have else "does not hold it"
             message = f"{folder} {what}, the model has {key} as {list(boxes.shape)}"
-            findings.append(error("checkpoint.resume", str(folder), message))
+            findings.append(error(where, str(folder), message))
+    known = {f"weight.{p.name}" for p in parameters(model)}
+    for key in sorted(k for k in saved if k.startswith("weight.") and k not in known):
+        message = f"{folder} holds {key}, which the model does not have"
+        findings.append(error(where, str(folder), message))
     return findings[:5]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remark that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _barrier(program: Program) -> None:

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Data, Job
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Folders of the standard library that differ from one installation to the next.
 _UNSTABLE = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
@@ -101,7 +102,7 @@ class Corpus:
 
     def batch(
         self, step: int, job: Job, dp_rank: int, accumulation_index: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> "tuple[Tensor, Tensor, Tensor]":
         """One micro batch of one data-parallel rank.
 
         Step t is made of samples t * global_batch to (t + 1) * global_batch - 1. Micro step a of
@@ -115,6 +116,8 @@ class Corpus:
         first = (accumulation_index * job.layout.dp + dp_rank) * micro
         first += step * job.train.global_batch
         tokens, targets = zip(*map(self.sample, range(first, first + micro)), strict=True)
+        import torch  # here: whether a corpus is usable is found out without it
+
         return (
             torch.from_numpy(np.stack(tokens)),
             torch.from_numpy(np.stack(targets)),

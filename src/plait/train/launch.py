@@ -12,6 +12,7 @@ launcher does, and both must find OMP_NUM_THREADS set.
 import faulthandler
 import json
 import logging
+import math
 import mmap
 import multiprocessing
 import os
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
-from plait.spec.saved import folder_of, sweep
+from plait.spec.saved import claimed, folder_of
 from plait.train.place import Place, joined
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def run(job: Job, as_json: bool = False, work: Work | None = None) -> int:
     """
     try:
         place = joined(os.environ)
-        result = _join(job, place, as_json, work) if place else _launch(job, as_json, work)
+        with claimed(folder_of(job) if place is None or place.rank == 0 else None):
+            result = _join(job, place, as_json, work) if place else _launch(job, as_json, work)
     except UserError as e:
         _complain(e.findings, as_json)
         return 2
@@ -120,12 +122,18 @@ def run(job: Job, as_json: bool = False, work: Work | None = None) -> int:
     except _Ended as e:
         return e.args[0]
     if as_json and result is not None:
-        print(json.dumps(asdict(result) if is_dataclass(result) else result), flush=True)
+        said = asdict(result) if is_dataclass(result) else result
+        print(json.dumps({k: _finite(v) for k, v in said.items()}), flush=True)
     return 0
 
 
 class _Ended(Exception):
     """The run ends with this exit code, and there is nothing to say about it here."""
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _complain(problems: Any, as_json: bool) -> None:
@@ -178,8 +186,6 @@ def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
             raise verdict(folder, rank, failure.exitcode, steps) from None
         finally:
             _show_cursor()
-            if (kept := folder_of(job)) is not None:
-                sweep(kept)
         return results[0]
 
 
@@ -215,7 +221,13 @@ def _warm_server(work: Work | None) -> None:
     forkserver.set_forkserver_preload(
         ["torch.distributed.elastic.multiprocessing.api", program, "plait.train.metrics"]
     )
-    forkserver.ensure_running()
+    # Ctrl-C reaches the whole group; the server and its ranks are ended by the launcher, and say
+    # nothing of it. They inherit that the signal is blocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -270,6 +282,12 @@ def verdict(folder: Path, rank: int, exitcode: int, steps: memoryview) -> Except
     if rank not in {o.rank for o in said}:
         return RunFailed(f"rank {rank} died {_when(steps[rank])}: {_exit_reason(exitcode)}")
     first = min(said, key=lambda o: (o.kind == "lost", o.seconds))
+    silent = sorted(set(range(len(steps))) - {o.rank for o in said})
+    if first.kind == "lost" and silent:
+        names = ", ".join(map(str, silent))
+        who = f"rank {names}" if len(silent) == 1 else f"ranks {names}"
+        step = _when(min(steps[r] for r in silent))
+        return RunFailed(f"{who} no longer answered {step}: {first.message}")
     return RunFailed(f"rank {first.rank} died {_when(first.step)}: {first.message}")
 
 
@@ -453,7 +471,7 @@ def _outcome(e: BaseException, rank: int, step: int) -> Outcome:
         text = re.sub(r"^\[[^\]]*\] *", "", text).partition(". ")[
             0
         ]  # "[pair.cc:538] Connection ..."
-        return Outcome(rank, now, step, "lost", f"it lost the other ranks ({text})")
+        return Outcome(rank, now, step, "lost", f"rank {rank} lost the others ({text})")
     if _debugging():
         traceback.print_exception(e)
     frames = traceback.extract_tb(e.__traceback__)

@@ -24,8 +24,7 @@ def make_optimizer(segments: list[Segment], train: Train) -> torch.optim.AdamW:
 def squared_norm(segments: list[Segment]) -> Tensor:
     """This rank's share of the squared gradient norm, float64: summed over all ranks of the
     world it is the whole, for each element is divided by the number of ranks that hold it."""
-    device = segments[0].grad.device if segments else "cpu"
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=segments[0].grad.device)
     for s in segments:
         total += _square(s.grad) / s.holders
     return total

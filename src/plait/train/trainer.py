@@ -4,6 +4,7 @@ import math
 import resource
 import shlex
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -17,9 +18,8 @@ from plait.cost.memory import memory as predicted_memory
 from plait.cost.traffic import traffic
 from plait.parallel.check import make_check
 from plait.parallel.mesh import Mesh, make_mesh
-from plait.spec.findings import UserError, error
 from plait.spec.job import Job
-from plait.spec.saved import find, folder_of, make_folder
+from plait.spec.saved import find, folder_of
 from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
 from plait.train import checkpoint
@@ -60,12 +60,21 @@ class Result:
 
 class LossScale:
     """The scale of the loss under float16: halved when gradients overflow, doubled when long
-    nothing did. Without float16 it is 1 and stays so."""
+    nothing did. Without float16 it is 1 and stays so.
 
-    def __init__(self, job: Job, value: float | None = None):
+    Args:
+        saved: what `state` said when a checkpoint was saved; of a run without float16, nothing.
+    """
+
+    def __init__(self, job: Job, saved: Mapping[str, Any]):
         self.on = job.train.dtype == "float16"
-        self.value = (value or job.train.loss_scale) if self.on else 1.0
-        self.good = 0
+        self.value = (saved.get("loss_scale") or job.train.loss_scale) if self.on else 1.0
+        self.good = saved.get("good_steps", 0)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to know."""
+        return {"loss_scale": self.value if self.on else None, "good_steps": self.good}
 
     def update(self, overflow: bool) -> None:
         if not self.on:
@@ -81,26 +90,22 @@ class LossScale:
 def train(job: Job, world: World, report: Metrics) -> Result:
     """Trains to `job.train.steps` on this rank; every rank of the world calls it.
 
+    A job that resumes has steps left to do (see `preflight`).
+
     Raises:
-        UserError: the data, or the checkpoint to resume from, or the folder for new ones is not
-            usable.
+        UserError: the data or the checkpoint to resume from is not usable.
         RunFailed: the loss is no longer a number.
     """
     corpus, folder = Corpus.of(job), folder_of(job)
-    if folder and world.rank == 0:
-        make_folder(folder)
     resumed = find(job.checkpoint.resume) if job.checkpoint.resume else None
     mesh = make_mesh(job.layout, job.model, world.rank, world.device.type)
     program = Program(job, mesh, str(world.device))
-    start, scale = 0, LossScale(job)
+    about = {"step": 0}
     if resumed:
         about = checkpoint.load(program, resumed)
-        start, scale = about["step"], LossScale(job, about["loss_scale"])
-        if start >= job.train.steps:
-            message = f"{resumed} has done {start} steps already, the job has {job.train.steps}"
-            raise UserError([error("train.steps", job.train.steps, message, 2 * start)])
     else:
         program.initialize()
+    start, scale = about["step"], LossScale(job, about)
     report.start(start)
     watch = _Watch(program, world, start)
     seconds, saved = [], resumed
@@ -135,7 +140,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
         done = step + 1
         every = job.checkpoint.every
         if folder and (done == job.train.steps or (every and done % every == 0)):
-            saved = checkpoint.save(program, job, done, folder, {"loss_scale": scale.value})
+            saved = checkpoint.save(program, job, done, folder, scale.state)
     shares = watch.gather()
     result = Result(
         steps=job.train.steps,
@@ -167,9 +172,7 @@ def _against_prediction(result: Result) -> str:
 
 
 def _batches(corpus: Corpus, job: Job, mesh: Mesh, step: int) -> list[tuple[torch.Tensor, ...]]:
-    at = mesh.coordinate
-    dp_rank = at["dp_replicate"] * job.layout.dp_shard + at["dp_shard"]
-    return [corpus.batch(step, job, dp_rank, a) for a in range(job.train.accumulation)]
+    return [corpus.batch(step, job, mesh.dp_rank, a) for a in range(job.train.accumulation)]
 
 
 class _Watch:
@@ -181,17 +184,15 @@ class _Watch:
         self.recorder, self.tracker = Recorder(program.mesh), MemoryTracker(program)
         steps = program.job.train.steps
         self.recorded = start + 1 if start + 1 < steps else start
+        self.when, self.check = program.job.train.check_collectives, None
+        if world.backend == "gloo" and world.world_size > 1:
+            self.check = make_check(dist.distributed_c10d._get_default_store(), world.rank)
 
     def step(self, step: int) -> ExitStack:
         """What to be in while a step runs."""
         stack = ExitStack()
-        job, scope = self.program.job, self.program.mesh.scope
-        check = job.train.check_collectives
-        wanted = check == "always" or (check == "first-step" and step == self.start)
-        scope.check = None
-        if wanted and self.world.backend == "gloo" and self.world.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            scope.check = make_check(store, self.world.rank)
+        first = step == self.start and self.when == "first-step"
+        self.program.mesh.scope.check = self.check if first or self.when == "always" else None
         if step == self.recorded:
             stack.enter_context(self.recorder)
             stack.enter_context(self.tracker)
