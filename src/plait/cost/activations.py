@@ -134,7 +134,7 @@ class Step:
         """What a norm keeps beside its input."""
         s, n = self.s, rows * width
         if sharded:  # the input made accurate, its root mean square, the result before scaling
-            return (s.a * n if self.coarse else 0) + s.c * n + s.a * rows
+            return (s.a * n if self.coarse else 0) + s.a * n + s.a * rows
         return s.a * rows if self.model.norm == "rms" else 2 * s.c * rows
 
     def norm(self, rows: int, width: int, keep: bool, sharded: bool = False) -> None:
