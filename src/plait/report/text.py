@@ -376,5 +376,5 @@ def _verdict(console: "Console", report: dict[str, Any]) -> None:
     else:
         console.print(
             f"[bold red]Does not fit.[/] {amount(used)} where there are {amount(device)}, "
-            f"{used / device:.3g} times too much; {what}."
+            f"{amount(used - device)} ({used / device - 1:.0%}) too much; {what}."
         )
