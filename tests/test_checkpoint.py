@@ -119,6 +119,39 @@ def test_another_models_checkpoint_is_refused(tmp_path):
     assert any("[48, 32]" in line and "[56, 32]" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": 1}, "layers 2, the job has 1"),
+        ({"mlp": "geglu"}, "mlp swiglu, the job has geglu"),
+        ({"tied": True}, "tied False, the job has True"),
+        ({"rope_theta": 77.0}, ""),
+    ],
+)
+def test_the_same_shapes_may_mean_another_model(changes, said, tmp_path):
+    job = job_of(LAYOUTS["one rank"])
+    run_ranks(1, save_after, job, 1, str(tmp_path))
+    other = replace(job, model=replace(job.model, **changes))
+    (lines,) = run_ranks(1, refused, other, str(tmp_path))
+    assert any(said in line for line in lines) if said else lines == []
+
+
+def test_a_folder_is_one_runs(tmp_path):
+    with saved.claimed(tmp_path / "kept"):
+        with pytest.raises(UserError, match="another run"), saved.claimed(tmp_path / "kept"):
+            pass
+        (tmp_path / "kept" / ".step-00000003.partial").mkdir()
+    assert not (tmp_path / "kept").exists(), "nothing half-written is left"
+
+
+def test_the_newest_is_the_last_one_written(tmp_path):
+    """A run that went back to an earlier step goes on from there, not from the later one."""
+    job = job_of(LAYOUTS["one rank"])
+    for steps in (3, 1, 2):
+        run_ranks(1, save_after, job, steps, str(tmp_path))
+    assert saved.find(tmp_path).name == "step-00000002"
+
+
 @pytest.mark.parametrize("victim", ["data", "metadata", "about"])
 def test_a_cut_checkpoint_is_one_line(victim, tmp_path):
     layout = LAYOUTS["zero 3 over 4"]

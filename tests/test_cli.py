@@ -219,6 +219,61 @@ def test_all_problems_at_once(plait, tmp_path):
     assert len(err.splitlines()) == len(errors)
 
 
+def strict(text):
+    """JSON as everyone else reads it: without NaN and Infinity."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ranks = inf",
+        "[train]\nclip = nan",
+        "[layout]\ntp = nan\nstages = [1, nan]",
+        "[data]\npath = 2024-01-01",
+        "[model.rope_scaling]\nfactor = nan",
+        "bar = nan",
+    ],
+)
+def test_errors_are_strict_json(plait, tmp_path, text):
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    code, out, _ = plait("explain", file, "--json")
+    assert code == 2
+    assert strict(out)["errors"]
+
+
+def test_numbers_beyond_all_sizes_are_one_line(plait):
+    code, _, err = plait("explain", "tiny", "--gpus", "h100:8", "--seq-len", "1" + "0" * 400)
+    assert code == 2
+    assert err.startswith("train.seq_len:")
+    assert len(err.splitlines()) == 1
+
+
+def test_names_are_not_markup(plait, tmp_path):
+    folder = tmp_path / "a[b]c"
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"intermediate_size": 96, "max_position_embeddings": 128, "rms_norm_eps": 1e-6}
+    config = {"model_type": "llama", "vocab_size": 256} | sizes | more
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, err = plait("explain", folder, "--gpus", "h100:8")
+    assert (code, err) == (0, "")
+    assert "a[b]c" in out
+
+
+def test_a_full_disk_is_one_line():
+    code = "import sys; from plait.cli.main import main; sys.exit(main(['explain', '--json']))"
+    with open("/dev/full", "w") as full:
+        done = fresh(code, stdout=full)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
 def test_world_size_under_torchrun(plait, library, monkeypatch):
     place = {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0, "MASTER_ADDR": "here", "MASTER_PORT": 1}
     for name, value in place.items():

@@ -276,6 +276,22 @@ def test_the_place_that_slurm_gives():
     assert place.port != joined(env | {"SLURM_JOB_ID": "123457"}).port
 
 
+@pytest.mark.parametrize(
+    ("said", "where"),
+    [
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "-2"}, "WORLD_SIZE"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT"),
+        ({"SLURM_PROCID": "x", "SLURM_NTASKS": "2"}, "SLURM_PROCID"),
+    ],
+)
+def test_a_place_that_cannot_be(said, where):
+    with pytest.raises(UserError) as e:
+        joined({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} | said)
+    assert where in {f.where for f in e.value.findings}
+
+
 def test_nobody_gave_a_place():
     assert joined({}) is None
     assert joined({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None

@@ -138,6 +138,17 @@ def test_published_models(job):
     assert answer["agree"]
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-0.6b"])
+def test_a_large_tied_table(name, tp, zero):
+    """Few tokens and a whole vocabulary: what becomes of the table's gradients is the peak."""
+    job = published(name, 8, tp=tp, zero=zero)
+    train = replace(job.train, seq_len=128)
+    answer = dryrun(replace(job, model=replace(job.model, layers=2), train=train), [])
+    assert answer["differences"] == []
+
+
 def test_a_model_of_405_billion_on_16384_ranks():
     layout = Layout.fill(16_384, tp=8, zero=3)
     train = Train(seq_len=8_192, dtype="bfloat16", accumulation=1, global_batch=layout.dp)

@@ -80,6 +80,18 @@ def test_a_layer_norm_over_all_heads_is_not_cut():
     assert "norm-over-ranks" not in errors_of(small(qk_norm="full"), ranks=2, tp=2)
 
 
+def test_what_a_warning_suggests_is_legal():
+    said = {"zero": 3, "micro_batch": 2, "accumulation": 2, "global_batch": 64}
+    finding = found("plan", model="gpt2", ranks=16, overrides=said)["accumulation-traffic"]
+    changed = {path: str(value) for path, value in finding.suggest.items()}
+    told = {f"layout.{k}": v for k, v in said.items() if k in ("zero", "micro_batch")}
+    job = read_job("plan", model="gpt2", ranks=16, overrides=said | told | changed)
+    assert [f for f in check(job, "plan") if f.level == "error"] == []
+    said = {"tp": 2, "sequence_parallel": False, "seq_len": 127}
+    finding = found("plan", model="llama3.1-8b", ranks=2, overrides=said)
+    assert finding["tp-without-sequence-parallel"].suggest == {}
+
+
 def test_sequence_pieces():
     said = {"tp": 8, "seq_len": 250, "micro_batch": 2}
     finding = found(rule="sequence-pieces", overrides=said)["sequence-pieces"]
@@ -113,6 +125,8 @@ def test_bytes_need_256_tokens():
         ("train.eps", 0.0, 1e-8),
         ("train.bucket_mib", 0.0, 25.0),
         ("train.timeout", 0.0, 1),
+        ("model.logit_softcap", 0.0, None),
+        ("model.attention_scale", -1.0, None),
         ("train.timeout", 1e300, 1_000_000),
         ("checkpoint.every", -1, 0),
         ("checkpoint.keep", 0, 1),

@@ -26,12 +26,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command line; returns its exit code and never raises (unless PLAIT_DEBUG is set)."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = _dispatch(argv)
+        try:
+            code = _dispatch(argv)
+        except UserError as problem:
+            _print_errors(problem.findings, as_json="--json" in argv)
+            code = 2
         sys.stdout.flush()
         return code
-    except UserError as problem:
-        _print_errors(problem.findings, as_json="--json" in argv)
-        return 2
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -79,11 +80,7 @@ def _usage() -> str:
 def _print_errors(findings: Iterable[Finding], as_json: bool) -> None:
     """All problems: lines for people, or one JSON object and nothing else on stdout."""
     if as_json:
-        errors = [
-            {"where": f.where, "value": f.value, "message": f.message, "nearest": f.nearest}
-            for f in findings
-        ]
-        print(json.dumps({"errors": errors}, default=str), flush=True)
+        print(json.dumps({"errors": [f.as_json() for f in findings]}))
         return
     for finding in findings:
         print(finding.line(), file=sys.stderr)

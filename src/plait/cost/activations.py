@@ -446,9 +446,11 @@ class Step:
             tape.drop(9 * s.tokens)
         tape.take(self.weight(weight))
         tape.drop(self.whole)
-        self.arrive(weight, weights=True)
-        if model.tied:
+        if model.tied:  # autograd adds the head's gradient and this one up to a third
+            tape.take(self.weight(weight))
             tape.drop(self.weight(weight), "logits")
+            tape.drop(self.weight(weight))
+        self.arrive(weight, weights=True)
 
     def head(self) -> None:
         """Leaves the log probabilities, or under tp the softmax."""

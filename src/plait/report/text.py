@@ -76,6 +76,8 @@ def count(n: float) -> str:
 
 
 def _question(console: "Console", report: dict[str, Any]) -> None:
+    from rich.markup import escape
+
     model, layout, batch = report["model"], report["layout"], report["batch"]
     cluster = report.get("cluster")
     active = model["active_parameters"]
@@ -89,11 +91,12 @@ def _question(console: "Console", report: dict[str, Any]) -> None:
     )
     parts.append(f"vocabulary {model['vocab']}")
     console.print()
-    _line(console, "model", f"[bold]{model['name']}[/]", *parts)
+    _line(console, "model", f"[bold]{escape(model['name'])}[/]", *parts)
     if cluster:
         domain = f"fast links among {cluster['fast_domain']}"
         size = f"{cluster['memory'] / 1e9:.0f} GB each"
-        _line(console, "devices", f"[bold]{report['world']} x {cluster['device']}[/]", size, domain)
+        devices = f"[bold]{report['world']} x {escape(cluster['device'])}[/]"
+        _line(console, "devices", devices, size, domain)
     else:
         _line(console, "devices", f"[bold]{report['world']} ranks[/], of no device in particular")
     _line(console, "layout", *_layout(layout))
@@ -167,8 +170,10 @@ def _ranks(console: "Console", report: dict[str, Any]) -> None:
             table.add_column(style="dim", no_wrap=True)
         for _ in range(grid.size(fastest)):
             table.add_column(justify="right")
-        names = [f"[dim]{fastest} {i}[/]" for i in range(grid.size(fastest))]
-        table.add_row("  ", *[""] * (len(others) - 1), *names)
+        # A long name stands once, before its numbers.
+        each, once = (f"{fastest} ", "") if len(fastest) <= 4 else ("", fastest)
+        names = [f"[dim]{each}{i}[/]" for i in range(grid.size(fastest))]
+        table.add_row(f"  {once}", *[""] * (len(others) - 1), *names)
         for group in grid.groups(fastest):
             here = grid.coordinate(group[0])
             places = [f"{axis} {here[axis]}" for axis in reversed(others)] or ["rank"]

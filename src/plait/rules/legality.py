@@ -36,6 +36,9 @@ WORDS = {
 RANGES = {
     "model.dropout": (0, 1, (True, False)),
     "model.norm_eps": (0, None, (True, True)),
+    "model.attention_scale": (0, None, (False, True)),
+    "model.attention_softcap": (0, None, (False, True)),
+    "model.logit_softcap": (0, None, (False, True)),
     "model.rope_theta": (0, None, (False, True)),
     "model.rope_local_theta": (0, None, (False, True)),
     "model.rope_scaling.factor": (0, None, (False, True)),

@@ -107,7 +107,10 @@ def kv_replication(job: Job) -> Iterator[Finding]:
     if job.model.mla is None and tp > kv and tp % kv == 0:
         message = f"{kv} KV heads on {tp} tp ranks: each is held and computed {tp // kv} times"
         where = "layout.tp"
-        yield _finding("note", "kv-replication", where, tp, message, {where: kv})
+        # Fewer tp ranks are more dp ranks, and these must share the global batch.
+        shared = job.train.global_batch % (job.layout.dp * tp // kv) == 0
+        suggest = {where: kv} if shared else {}
+        yield _finding("note", "kv-replication", where, tp, message, suggest)
 
 
 def accumulation_traffic(job: Job) -> Iterator[Finding]:
@@ -121,7 +124,11 @@ def accumulation_traffic(job: Job) -> Iterator[Finding]:
     else:
         message = f"zero 3 sends {2 * m} all-gathers and {m} reduce-scatters of the model a step"
     message += f" (accumulation {m}); zero 1 sends {once}, and larger micro batches less"
-    suggest = {"layout.zero": 1, "layout.micro_batch": layout.micro_batch * m}
+    suggest = {
+        "layout.zero": 1,
+        "layout.micro_batch": layout.micro_batch * m,
+        "train.accumulation": 1,
+    }
     where = "train.accumulation"
     yield _finding("warning", "accumulation-traffic", where, m, message, suggest)
 
@@ -138,7 +145,8 @@ def tensor_without_sequence(job: Job) -> Iterator[Finding]:
         f"without it each of the {layout.tp} tp ranks keeps about {_bytes(kept)} per layer and "
         f"micro batch that could be cut to {_bytes(kept / layout.tp)}"
     )
-    suggest = {where: True}
+    divides = layout.micro_batch * job.train.seq_len % layout.tp == 0
+    suggest = {where: True} if divides else {}
     yield _finding("warning", "tp-without-sequence-parallel", where, False, message, suggest)
 
 

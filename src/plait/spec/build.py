@@ -11,6 +11,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from plait.spec.findings import Finding, closest, error
 
+#: Nothing that is counted here comes near; larger numbers only overflow somewhere.
+LARGEST = 10**15
+
 
 def check_fields(
     cls: type, given: Mapping[str, Any], where: str, findings: list[Finding]
@@ -77,6 +80,8 @@ def convert(value: Any, kind: Any, where: str, findings: list[Finding]) -> Any:
         return words[str(value).lower()]
     if kind is int:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+            raise ValueError(value)
+        if abs(int(value)) > LARGEST:
             raise ValueError(value)
         return int(value)
     if kind is float:

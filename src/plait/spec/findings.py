@@ -5,8 +5,9 @@ Whoever reads input gathers all findings before stopping, so that a person mends
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 Level = Literal["error", "warning", "note"]
@@ -47,6 +48,21 @@ class Finding:
             for key, value in self.suggest.items()
         )
         return f"{head}{self.message}" + (f" (nearest: {hint})" if hint else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as `--json` shows an error: where, value, message, nearest."""
+        keys = ("where", "value", "message", "nearest")
+        return {key: _plain(getattr(self, key)) for key in keys}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold; it has no NaN, no infinity and no dates."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    finite = not isinstance(value, float) or isfinite(value)
+    return value if finite and isinstance(value, str | int | float | None) else str(value)
 
 
 def error(

@@ -67,7 +67,7 @@ TYPES = {
 }
 
 #: Largest size that is taken for one, and most layers.
-LARGEST_SIZE, MOST_LAYERS = 10**9, 100_000
+LARGEST_SIZE, MOST_LAYERS = 10**9, 10_000
 
 _SCALED = {"mlp": "geglu", "norm_offset": True, "embed_scale": True, "tied": True}
 _MISTRAL_MOE = {

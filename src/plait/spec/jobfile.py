@@ -194,7 +194,7 @@ def _read(path: Path, findings: list[Finding]) -> dict[str, Any]:
     """The file as nested dicts with underscored keys, the model always a table."""
     where = str(path)
     try:
-        tree = tomllib.loads(path.read_bytes().decode("utf-8"))
+        tree = _underscored(tomllib.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
         hint = _neighbour(path)
         findings.append(error(where, where, "no such file", hint))
@@ -208,7 +208,6 @@ def _read(path: Path, findings: list[Finding]) -> dict[str, Any]:
         line = str(problem).partition("\n")[0]
         findings.append(error(where, where, f"not valid TOML: {line}"))
     else:
-        tree = _underscored(tree)
         if isinstance(tree.get("model"), str):
             tree["model"] = {"name": tree["model"]}
         return tree

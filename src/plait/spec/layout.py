@@ -9,7 +9,7 @@ from plait.spec.build import check_fields
 from plait.spec.findings import Finding, UserError, closest, error
 
 #: More ranks or samples than anyone has; keeps every search for a nearest legal value short.
-LARGEST = 10_000_000
+LARGEST = 1_000_000
 
 #: Modules that `recompute selective:...` may name. Attention is fused and stores no scores, so
 #: recomputing "attention" means its projections, rotary embedding and kernel as a whole.

@@ -138,9 +138,7 @@ def _finite(value: Any) -> Any:
 
 def _complain(problems: Any, as_json: bool) -> None:
     if as_json:
-        keys = ("where", "value", "message", "nearest")
-        errors = [{k: getattr(f, k) for k in keys} for f in problems]
-        print(json.dumps({"errors": errors}, default=str), flush=True)
+        print(json.dumps({"errors": [f.as_json() for f in problems]}), flush=True)
         return
     for problem in problems:
         print(problem.line() if isinstance(problem, Finding) else problem, file=sys.stderr)
