@@ -108,8 +108,10 @@ def kv_replication(job: Job) -> Iterator[Finding]:
         message = f"{kv} KV heads on {tp} tp ranks: each is held and computed {tp // kv} times"
         where = "layout.tp"
         # Fewer tp ranks are more dp ranks, and these must share the global batch.
-        shared = job.train.global_batch % (job.layout.dp * tp // kv) == 0
-        suggest = {where: kv} if shared else {}
+        dp, batch = job.layout.dp * tp // kv, job.train.global_batch
+        suggest = {where: kv}
+        if batch % dp:
+            suggest["train.global_batch"] = -(-batch // dp) * dp
         yield _finding("note", "kv-replication", where, tp, message, suggest)
 
 
