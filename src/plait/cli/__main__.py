@@ -1,7 +1,5 @@
 """`python -m plait.cli`, as `torchrun -m` needs it."""
 
-import sys
+from plait.cli.main import script
 
-from plait.cli.main import main
-
-sys.exit(main())
+script()

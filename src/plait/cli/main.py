@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
+from typing import NoReturn
 
 from plait.spec.findings import Finding, UserError, closest, error
 
@@ -49,6 +50,18 @@ def main(argv: list[str] | None = None) -> int:
             f"plait: {type(problem).__name__}: {text} (PLAIT_DEBUG=1 shows where)", file=sys.stderr
         )
         return 1
+
+
+def script() -> NoReturn:
+    """What `plait` and `python -m plait.cli` run: `main`, then the end of the process."""
+    code = main()
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        # A rank that a launcher started has done its work. torch's threads are not all joined
+        # when an interpreter ends, and one of them may abort the process then.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _dispatch(argv: list[str]) -> int:
