@@ -47,7 +47,9 @@ def check_fields(
         kind = hints[name]
         try:
             result[name] = convert(value, kind, path, findings)
-        except (TypeError, ValueError, OverflowError):
+        except OverflowError:
+            findings.append(error(path, value, f"{value} is beyond all sizes"))
+        except (TypeError, ValueError):
             findings.append(error(path, value, f"{value!r} is not {describe(kind)}"))
     return result
 
@@ -82,7 +84,7 @@ def convert(value: Any, kind: Any, where: str, findings: list[Finding]) -> Any:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
             raise ValueError(value)
         if abs(int(value)) > LARGEST:
-            raise ValueError(value)
+            raise OverflowError(value)
         return int(value)
     if kind is float:
         if isinstance(value, bool) or not isfinite(float(value)):

@@ -168,8 +168,3 @@ class MemoryTracker(TorchDispatchMode):
             for moment in dict.fromkeys(MOMENTS.values())
             if (held := self.peaks.get(moment))
         ]
-
-    @property
-    def peak(self) -> int:
-        """Bytes when most was held."""
-        return max(sum(held.values()) for held in self.peaks.values())
