@@ -7,6 +7,7 @@ from typing import Any
 
 from plait.spec.build import check_fields
 from plait.spec.findings import Finding, UserError, closest, error
+from plait.spec.schedule import SCHEDULES, canonical, is_file
 
 #: More ranks or samples than anyone has; keeps every search for a nearest legal value short.
 LARGEST = 1_000_000
@@ -16,22 +17,6 @@ LARGEST = 1_000_000
 RECOMPUTE_MODULES = ("norm", "attention", "mlp")
 
 CP_METHODS = ("ring", "all-gather")
-
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved-1f1b",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "zb-auto",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipe",
-    "dualpipev",
-    "auto",
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +29,10 @@ class Layout:
         tp: tensor parallel degree.
         sequence_parallel: norm regions split along the sequence over the tp ranks.
         cp: context parallel degree; `ulysses` divides it, the rest is `cp_method`.
-        pp: pipeline stages; `vpp` chunks a rank; `schedule`; `stages`: layers per chunk.
+        pp: pipeline ranks; `vpp` chunks of layers on each.
+        schedule: a name of `spec.schedule.SCHEDULES`, "interleaved-1f1b:GROUP" with the micro
+            batches that a chunk does before the next chunk, or a table in a file ("my.csv").
+        stages: layers of each chunk in model order (None: balanced, see `spec.stages`).
         ep: expert parallel degree; `etp`: tensor parallel degree inside experts.
         dp_replicate: copies of the sharded model states (HSDP's outer axis).
         dp_shard: data-parallel ranks over which model states are sharded.
@@ -108,6 +96,7 @@ class Layout:
         told = {key: value for key, value in given.items() if value is not None}
         told = check_fields(Layout, told, "layout", findings)
         findings += _check_ranges(world, told) + _check_words(told)
+        told |= _schedule(told, findings)
         # A check of several fields together needs each of them to make sense by itself.
         wrong = {f.where.removeprefix("layout.") for f in findings}
 
@@ -120,10 +109,7 @@ class Layout:
             findings += _check_factor(told, "dcp", "tp")
         if sound("pp", "vpp", "stages"):
             findings += _check_stages(told)
-        derived = {
-            "sequence_parallel": told.get("tp", 1) > 1,
-            "schedule": "interleaved-1f1b" if told.get("vpp", 1) > 1 else "1f1b",
-        }
+        derived = {"sequence_parallel": told.get("tp", 1) > 1}
         if sound("ranks", "tp", "cp", "pp"):
             model_ranks = prod(told.get(axis, 1) for axis in ("tp", "cp", "pp"))
             if world % model_ranks:
@@ -170,16 +156,44 @@ def _check_ranges(world: int, given: Mapping[str, Any]) -> list[Finding]:
 def _check_words(given: Mapping[str, Any]) -> list[Finding]:
     """Fields that take one of a few words."""
     findings = []
-    for name, default, known in (
-        ("cp_method", "ring", CP_METHODS),
-        ("schedule", "1f1b", SCHEDULES),
-    ):
-        word = given.get(name, default)
-        if word not in known:
-            message = f"{name} {word!r} is none of {', '.join(known)}"
-            legal = closest(word, known) or default
-            findings.append(error(f"layout.{name}", word, message, legal))
+    method = given.get("cp_method", "ring")
+    if method not in CP_METHODS:
+        message = f"cp_method {method!r} is none of {', '.join(CP_METHODS)}"
+        findings.append(
+            error("layout.cp_method", method, message, closest(method, CP_METHODS) or "ring")
+        )
     return findings + _check_recompute(given.get("recompute", "none"))
+
+
+def _schedule(given: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
+    """`schedule` by its own name, and the `vpp` that it takes where none was given."""
+    vpp, said = given.get("vpp"), given.get("schedule")
+    if said is None:
+        return {"schedule": "interleaved-1f1b" if (vpp or 1) > 1 else "1f1b"}
+    if is_file(said):
+        return {}
+    where, (word, colon, group) = "layout.schedule", said.partition(":")
+    name = canonical(word)
+    if name is None:
+        known = ", ".join(SCHEDULES)
+        message = f"schedule {word!r} is none of {known}, nor a file *.csv"
+        findings.append(error(where, said, message, closest(word, SCHEDULES) or "1f1b"))
+        return {}
+    if colon and (name != "interleaved-1f1b" or not group.isdecimal() or int(group) < 1):
+        message = f"only interleaved-1f1b takes a group of micro batches, as {_GROUPED}"
+        findings.append(error(where, said, message, name))
+        return {}
+    low, high = SCHEDULES[name].vpp
+    if vpp is None:
+        vpp = low if given.get("pp", 1) > 1 else 1
+    elif given.get("pp", 1) > 1 and not low <= vpp <= high:
+        takes = str(low) if low == high else f"{low} or more"
+        message = f"{name} takes {takes} chunks a rank, not {vpp}"
+        findings.append(error("layout.vpp", vpp, message, min(max(vpp, low), high), "chunks"))
+    return {"schedule": name + colon + group, "vpp": vpp}
+
+
+_GROUPED = "interleaved-1f1b:8"
 
 
 def _check_recompute(recompute: str) -> list[Finding]:
