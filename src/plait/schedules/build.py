@@ -1,0 +1,145 @@
+"""A schedule by its name: whether it can be built, and its table."""
+
+from plait.schedules import dualpipe, loop, vshape
+from plait.schedules.table import Table
+from plait.spec.findings import Finding, UserError, closest, error
+from plait.spec.schedule import SCHEDULES, canonical
+
+#: A table has at most this many forwards; it is held in memory as a whole.
+_MOST = 2_000_000
+
+
+def build(
+    name: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int | None = None,
+    group: int | None = None,
+    times=None,
+    cap: float | None = None,
+) -> Table:
+    """The table of a schedule.
+
+    Args:
+        name: a schedule of `spec.schedule`, or what else it is called.
+        pp: ranks.
+        micro_batches: at least 1.
+        vpp: chunks on each rank; None: the schedule's default.
+        group: interleaved-1f1b: micro batches that a chunk does before the next chunk; None: pp.
+        times: `simulate.Times` for which "auto" and "zb-auto" look; the others are the same for all
+            times.
+        cap: the most that a rank may hold, in units of its whole share of a micro batch, for
+            "auto" and "zb-auto"; what the others hold is theirs.
+
+    Raises:
+        UserError: see `problems`.
+    """
+    found = problems(name, pp, micro_batches, vpp, group)
+    if found:
+        raise UserError(found)
+    name = canonical(name)
+    chunks = SCHEDULES[name].vpp[0] if vpp is None else vpp
+    match name:
+        case "gpipe":
+            return loop.gpipe(pp, micro_batches)
+        case "1f1b":
+            return loop.one_f_one_b(pp, micro_batches)
+        case "interleaved-1f1b":
+            return loop.interleaved(pp, micro_batches, chunks, group or pp)
+        case "looped-bfs":
+            return loop.looped_bfs(pp, micro_batches, chunks)
+        case "zb-h1":
+            return loop.zb_h1(pp, micro_batches, chunks)
+        case "zb-h2":
+            return loop.zb_h2(pp, micro_batches)
+        case "zbv":
+            return vshape.zbv(pp, micro_batches)
+        case "v-half":
+            return vshape.v_half(pp, micro_batches)
+        case "v-min":
+            return vshape.v_min(pp, micro_batches)
+        case "dualpipe":
+            return dualpipe.dualpipe(pp, micro_batches)
+        case "dualpipev":
+            return dualpipe.dualpipe_v(pp, micro_batches)
+        case "zb-auto":
+            from plait.schedules.greedy import zb_auto
+
+            return zb_auto(pp, micro_batches, times, cap)
+        case "auto":
+            from plait.schedules.auto import auto
+
+            return auto(pp, micro_batches, vpp, times, cap)
+    raise AssertionError(f"{name} has a name and no builder")
+
+
+def problems(
+    name: str, pp: int, micro_batches: int, vpp: int | None = None, group: int | None = None
+) -> list[Finding]:
+    """Everything for which a schedule cannot be built, with the nearest that can.
+
+    `where` of a finding is "schedule", "pp", "vpp", "microbatches" or "group".
+    """
+    known = canonical(name)
+    if known is None:
+        message = f"schedule {name!r} is none of {', '.join(SCHEDULES)}"
+        return [error("schedule", name, message, closest(name, SCHEDULES) or "1f1b")]
+    name = known
+    found = [
+        error(where, value, f"must be at least 1, not {value}", 1)
+        for where, value in (("pp", pp), ("microbatches", micro_batches))
+        if value < 1
+    ]
+    found += _vpp_problems(name, vpp)
+    if group is not None:
+        found += _group_problems(name, pp, group)
+    if found:
+        return found
+    if name == "dualpipe" and pp % 2:
+        message = f"dualpipe sends micro batches from both ends and needs an even pp, not {pp}"
+        found.append(error("pp", pp, message, pp + 1))
+        pp += 1
+    found += _micro_batch_problems(name, pp, micro_batches, vpp or SCHEDULES[name].vpp[0])
+    return found
+
+
+def _vpp_problems(name: str, vpp: int | None) -> list[Finding]:
+    least, most = SCHEDULES[name].vpp
+    if vpp is None or least <= vpp <= most:
+        return []
+    many = str(least) if least == most else f"{least} to {most}"
+    noun = "chunk" if many == "1" else "chunks"
+    message = f"{name} has {many} {noun} on a rank, not {vpp}"
+    return [error("vpp", vpp, message, min(max(vpp, least), most))]
+
+
+def _group_problems(name: str, pp: int, group: int) -> list[Finding]:
+    if name != "interleaved-1f1b":
+        message = f"only interleaved-1f1b takes a group of micro batches, {name} takes none"
+        return [error("group", group, message)]
+    if group < pp:
+        message = (
+            f"a group of {group} micro batches cannot come round {pp} ranks before a chunk's next "
+            f"group is due: it must be at least pp = {pp}"
+        )
+        return [error("group", group, message, pp)]
+    return []
+
+
+def _micro_batch_problems(name: str, pp: int, micro_batches: int, vpp: int) -> list[Finding]:
+    where = "microbatches"
+    if pp * vpp * micro_batches > _MOST:
+        if pp * vpp > _MOST:
+            message = f"{pp} ranks with {vpp} chunks each are more than a table holds ({_MOST})"
+            return [error("pp", pp, message, max(1, _MOST // vpp))]
+        message = (
+            f"{micro_batches} micro batches through {pp * vpp} chunks are more than a table holds "
+            f"({_MOST} forwards)"
+        )
+        return [error(where, micro_batches, message, _MOST // (pp * vpp))]
+    odd = name == "dualpipe" and micro_batches % 2
+    if name in ("dualpipe", "dualpipev") and (micro_batches < 2 * pp or odd):
+        even = "an even number of micro batches, " if name == "dualpipe" else ""
+        message = f"{name} on {pp} ranks needs {even}at least 2 pp = {2 * pp}, not {micro_batches}"
+        return [error(where, micro_batches, message, max(2 * pp, micro_batches + odd))]
+    return []
