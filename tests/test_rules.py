@@ -185,7 +185,7 @@ def test_models(spec, rule, nearest):
         assert findings[rule].nearest == nearest
 
 
-@pytest.mark.parametrize("axis", ["cp", "pp", "ep", "etp", "dcp"])
+@pytest.mark.parametrize("axis", ["cp", "ep", "etp", "dcp"])
 def test_axes_of_later_versions_are_named(axis):
     overrides = {axis: 2} | ({"tp": 2} if axis in ("dcp", "etp") else {})
     findings = [f for f in check(read_job("train", ranks=8, overrides=overrides))]

@@ -1,6 +1,6 @@
 """What is illegal about a job, and what is legal and a pity."""
 
-from plait.rules import legality, pitfalls
+from plait.rules import legality, pipeline, pitfalls
 from plait.spec.findings import Finding
 from plait.spec.job import Job
 
@@ -11,7 +11,7 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
     Args:
         purpose: "train" adds what only matters to a run on text; see `plait.spec.jobfile`.
     """
-    rules = legality.RULES + pitfalls.RULES
+    rules = legality.RULES + pipeline.RULES + pitfalls.RULES + pipeline.PITFALLS
     if purpose == "train":
         rules = legality.TRAIN_RULES + rules
     found = [finding for rule in rules for finding in rule(job)]

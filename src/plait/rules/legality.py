@@ -213,7 +213,6 @@ def byte_vocabulary(job: Job) -> Iterator[Finding]:
 
 _UNBUILT_AXES = {
     "cp": "context parallelism",
-    "pp": "pipeline parallelism",
     "ep": "expert parallelism",
     "etp": "tensor parallelism inside experts",
     "dcp": "decode context parallelism",
@@ -221,7 +220,7 @@ _UNBUILT_AXES = {
 
 
 def built_axes(job: Job) -> Iterator[Finding]:
-    """Only data, tensor and sequence parallelism run so far."""
+    """Only data, tensor, sequence and pipeline parallelism run so far."""
     for axis, words in _UNBUILT_AXES.items():
         degree = getattr(job.layout, axis)
         if degree > 1:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from plait.rules.legality import legal_tp
+from plait.rules.numbers import element_bytes, in_bytes, stream_bytes
 from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, Level
-from plait.spec.job import DTYPE_BYTES, Job
+from plait.spec.job import Job
 from plait.spec.layout import Layout, divisors
 from plait.spec.parameters import parameter_count
 
@@ -19,26 +20,6 @@ def _finding(
     level: Level, rule: str, where: str, value: Any, message: str, suggest: dict[str, Any]
 ) -> Finding:
     return Finding(level, rule, message, where, value, suggest)
-
-
-def _bytes(n: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:.0f} bytes"
-
-
-def _element(job: Job) -> int:
-    """Bytes of one activation: "auto" is bfloat16 on the GPUs of a cluster."""
-    auto = "float32" if job.cluster is None else "bfloat16"
-    return DTYPE_BYTES.get(auto if job.train.dtype == "auto" else job.train.dtype, 4)
-
-
-def _stream(job: Job) -> int:
-    """Bytes of the residual stream of one micro batch: [tokens, hidden]."""
-    layout = job.layout
-    tokens = layout.micro_batch * job.train.seq_len // layout.cp
-    return tokens * job.model.hidden * _element(job)
 
 
 def _leaves_domain(cluster: Cluster | None, inner: int, degree: int, world: int) -> bool:
@@ -64,12 +45,12 @@ def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     # layer: 2 all-reduces each way are 8; under sequence parallelism backward gathers both
     # inputs once more, which makes 10.
     passes = 10 if layout.sequence_parallel else 8
-    sent = passes * _stream(job) * (layout.tp - 1) / layout.tp
+    sent = passes * stream_bytes(job) * (layout.tp - 1) / layout.tp
     domain = cluster.fast_domain
     best = max(t for t in legal_tp(job.model) if t < layout.tp and domain % t == 0)
     message = (
         f"tp {layout.tp} leaves the fast domain of {domain} devices: each layer sends "
-        f"{_bytes(sent)} per rank and micro batch over {_slow(cluster)}"
+        f"{in_bytes(sent)} per rank and micro batch over {_slow(cluster)}"
     )
     if cluster.nic:
         fast, slow = sent / cluster.link * 1e3, sent / cluster.nic * 1e3
@@ -83,7 +64,7 @@ def zero_3_over_slow_links(job: Job) -> Iterator[Finding]:
     layout, cluster = job.layout, job.cluster
     if layout.zero != 3 or not _leaves_domain(cluster, layout.tp, layout.fsdp, layout.world):
         return
-    local = parameter_count(job.model) / (layout.tp * layout.pp) * _element(job)
+    local = parameter_count(job.model) / (layout.tp * layout.pp) * element_bytes(job)
     gathered = 2 * job.train.accumulation * local * (layout.fsdp - 1) / layout.fsdp
     suggest: dict[str, Any] = {"layout.zero": 2}
     inside = [
@@ -95,7 +76,7 @@ def zero_3_over_slow_links(job: Job) -> Iterator[Finding]:
         suggest |= {"layout.dp_shard": shard, "layout.dp_replicate": layout.dp // shard}
         hint += f"; HSDP (dp_shard {shard}) gathers inside the fast domain"
     message = (
-        f"zero 3 gathers {_bytes(gathered)} per rank and step over {_slow(cluster)}, since "
+        f"zero 3 gathers {in_bytes(gathered)} per rank and step over {_slow(cluster)}, since "
         f"{layout.fsdp} shards leave the fast domain of {cluster.fast_domain} devices; {hint}"
     )
     yield _finding("warning", "zero-3-over-slow-links", "layout.zero", 3, message, suggest)
@@ -131,6 +112,12 @@ def accumulation_traffic(job: Job) -> Iterator[Finding]:
         "layout.micro_batch": layout.micro_batch * m,
         "train.accumulation": 1,
     }
+    if layout.pp > 1:  # whose micro batches these are
+        passes = m if layout.zero == 2 else 3 * m
+        sent = passes * parameter_count(job.model) / (layout.tp * layout.pp) * element_bytes(job)
+        once += f" ({in_bytes(2 * sent / passes)} instead of {in_bytes(sent)} a rank)"
+        message = message.partition(" (acc")[0] + f" ({m} micro batches); zero 1 sends {once}"
+        suggest = {"layout.zero": 1}
     where = "train.accumulation"
     yield _finding("warning", "accumulation-traffic", where, m, message, suggest)
 
@@ -141,11 +128,11 @@ def tensor_without_sequence(job: Job) -> Iterator[Finding]:
     if layout.tp == 1 or layout.sequence_parallel:
         return
     # Kept for backward: the inputs of the two norms and of the two fans of linear maps.
-    kept = 4 * _stream(job)
+    kept = 4 * stream_bytes(job)
     where = "layout.sequence_parallel"
     message = (
-        f"without it each of the {layout.tp} tp ranks keeps about {_bytes(kept)} per layer and "
-        f"micro batch that could be cut to {_bytes(kept / layout.tp)}"
+        f"without it each of the {layout.tp} tp ranks keeps about {in_bytes(kept)} per layer and "
+        f"micro batch that could be cut to {in_bytes(kept / layout.tp)}"
     )
     divides = layout.micro_batch * job.train.seq_len % layout.tp == 0
     suggest = {where: True} if divides else {}

@@ -22,8 +22,10 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from plait.planner.partition import by_cost
 from plait.spec import presets, saved
 from plait.spec.build import check_fields
+from plait.spec.chunks import balanced
 from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Batch, Checkpoint, Data, Job, Train
@@ -61,6 +63,9 @@ SHORT = {f.name: f"layout.{f.name}" for f in fields(Layout)} | {
 
 #: Layout fields that count ranks: whoever names one says how the ranks are used.
 _DEGREES = ("tp", "cp", "ulysses", "pp", "ep", "etp", "dp_replicate", "dp_shard")
+
+#: Words for layers of chunks: so that the slowest rank has least to do, or as equal as can be.
+_STAGES = ("cost", "balanced")
 
 #: Sizes without which there is no model; the others have defaults (see `Model.of`).
 _SIZES = ("layers", "hidden", "heads", "vocab")
@@ -160,6 +165,7 @@ def draft_job(
     top = _Top(**_top_fields(given, findings))
     spec = _model(tables["model"], purpose, findings)
     cluster = _attempt(lambda: presets.cluster(top.gpus), findings) if top.gpus else None
+    stages = _stages_word(tables["layout"], findings)
     size = _world(purpose, top, cluster, world, tables["layout"], findings)
     layout, whole = _layout(purpose, size, tables["layout"], _start_default(given, world), findings)
     train = Train(**_positive(check_fields(Train, tables["train"], "train", findings), findings))
@@ -174,6 +180,10 @@ def draft_job(
     batch = batch or Batch(layout.micro_batch, layout.micro_batch * layout.dp, 1)
     train = replace(train, global_batch=batch.global_, accumulation=batch.accumulation)
     layout = replace(layout, micro_batch=batch.micro)
+    if whole and stages == "cost":
+        layout = replace(layout, stages=by_cost(spec, layout, train.seq_len))
+    elif whole and stages == "balanced":
+        layout = replace(layout, stages=balanced(spec.layers, layout.pp * layout.vpp))
     return Job(spec, layout, train, data, kept, cluster, top.metrics), findings
 
 
@@ -422,6 +432,18 @@ def _layout(
     # Whether sequence parallelism suits the batch is not known without a batch; and whether a
     # degree suits the ranks has been said, if they are known.
     return Layout(**(counts | {"sequence_parallel": False, "dp_replicate": world or 1})), False
+
+
+def _stages_word(given: dict[str, Any], findings: list[Finding]) -> str | None:
+    """How layers are to be shared out, taken out of a layout's table; None: it holds numbers."""
+    said = given.get("stages")
+    if not isinstance(said, str) or said == "none" or any(c.isdecimal() for c in said):
+        return None
+    del given["stages"]
+    if said not in _STAGES:
+        message = f"{said!r} is neither layers of each chunk (5,6,6,5) nor cost nor balanced"
+        findings.append(error("layout.stages", said, message, closest(said, _STAGES) or "cost"))
+    return said
 
 
 def _positive(told: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
