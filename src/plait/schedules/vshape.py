@@ -6,6 +6,7 @@ on all ranks, and how much depends on how soon the way back begins.
 
 from collections.abc import Callable
 
+from plait.schedules.squeeze import squeeze
 from plait.schedules.table import Action, Table
 
 
@@ -74,62 +75,11 @@ def _repeated(
     """A building block repeated every six ticks, squeezed, with W in the ticks left.
 
     `block(rank)` is when one micro batch has F of the chunk down, F of the chunk up, I up, I down.
-    These keep their order; each is done as soon as it can be and the rank holds less than `cap`
-    chunks, and where none can be, a weight gradient. A tick is the time of any one action.
     """
-    last = 2 * pp - 1
     orders = []
     for rank in range(pp):
-        steps = zip(block(rank), "FFII", (rank, last - rank, last - rank, rank), strict=True)
-        steps = [(start, kind, chunk) for start, kind, chunk in steps]
-        orders.append(
-            [
-                Action(kind, chunk, micro)
-                for _, kind, chunk, micro in sorted(
-                    (start + 6 * micro, kind, chunk, micro)
-                    for start, kind, chunk in steps
-                    for micro in range(micro_batches)
-                )
-            ]
-        )
-    return Table(name, _squeezed(orders, last, cap))
-
-
-def _squeezed(orders: list[list[Action]], last: int, cap: int) -> tuple[tuple[Action, ...], ...]:
-    """Each rank's F and I in the order given, in lock step, W where nothing else can be done."""
-    ranks = range(len(orders))
-    done: dict[Action, int] = {}  # the tick after an action
-    next_one, weights, held = ([0 for _ in ranks] for _ in range(3))
-    put_off: list[list[Action]] = [[] for _ in ranks]
-    out: list[list[Action]] = [[] for _ in ranks]
-    tick, left = 0, sum(map(len, orders))
-    while left:
-        for rank in ranks:
-            action = None
-            if next_one[rank] < len(orders[rank]):
-                action = orders[rank][next_one[rank]]
-                kind, chunk, micro = action
-                if kind == "F":
-                    needs = Action("F", chunk - 1, micro) if chunk else None
-                elif chunk < last:
-                    needs = Action("I", chunk + 1, micro)
-                else:
-                    needs = Action("F", chunk, micro)
-                waits = needs is not None and done.get(needs, tick + 1) > tick
-                if waits or (kind == "F" and held[rank] == cap):
-                    action = None
-            if action is not None:
-                next_one[rank] += 1
-                done[action] = tick + 1
-                out[rank].append(action)
-                left -= 1
-                if kind == "F":
-                    held[rank] += 1
-                else:
-                    put_off[rank].append(Action("W", chunk, micro))
-            elif weights[rank] < len(put_off[rank]):
-                out[rank].append(put_off[rank][weights[rank]])
-                weights[rank] += 1
-                held[rank] -= 1
-        tick += 1
-    return tuple((*out[r], *put_off[r][weights[r] :]) for r in ranks)
+        up = 2 * pp - 1 - rank
+        steps = list(zip(block(rank), "FFII", (rank, up, up, rank), strict=True))
+        times = [(at + 6 * m, kind, c, m) for m in range(micro_batches) for at, kind, c in steps]
+        orders.append([Action(*what) for _, *what in sorted(times)])
+    return Table(name, squeeze(orders, cap))
