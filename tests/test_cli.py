@@ -11,6 +11,7 @@ import pytest
 from plait.cli import arguments
 from plait.cli.main import COMMANDS, main
 from plait.spec.jobfile import SHORT, job_paths
+from plait.spec.schedule import SCHEDULES
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +72,12 @@ def test_help(plait):
         assert err == ""
 
 
-@pytest.mark.parametrize("command", ["train", "explain", "dryrun", "presets"])
+@pytest.mark.parametrize("command", ["train", "explain", "dryrun", "schedule", "presets"])
 def test_help_of_a_command(plait, command):
     code, out, _ = plait(command, "--help")
     assert code == 0
     assert f"usage: plait {command}" in out
-    if command != "presets":
+    if command not in ("schedule", "presets"):
         for flag in ("--tp", "--global-batch", "weight-decay 0.1", "--json"):
             assert flag in out
 
@@ -348,9 +349,13 @@ def test_presets(plait):
     assert models["llama3.1-8b"]["parameters"] == 8030261248  # Meta's model card
     assert models["mixtral-8x7b"]["experts"] == 8
     assert {"h100", "a100"} <= {c["name"] for c in answer["clusters"]}
-    assert (answer["schedules"], answer["dialects"]) == ([], [])
+    schedules = {s["name"]: s for s in answer["schedules"]}
+    assert schedules.keys() == SCHEDULES.keys()
+    assert schedules["zbv"]["vpp"] == [2, 2]
+    assert "v-schedule" in schedules["zbv"]["aliases"]
+    assert answer["dialects"] == []
     text = plait("presets")[1]
-    assert all(name in text for name in models)
+    assert all(name in text for name in (*models, *schedules))
 
 
 # ------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ COMMANDS = {
     "train": "train a model, on this machine or under torchrun or SLURM",
     "explain": "what a layout holds, sends and takes, without running it",
     "dryrun": "run one rank of a layout without a device, and compare with `explain`",
-    "presets": "the models and clusters that have names",
+    "schedule": "a pipeline schedule, simulated and drawn",
+    "presets": "the models, clusters and schedules that have names",
 }
 
 

@@ -7,6 +7,10 @@ from plait.cli.arguments import parse, parser, superfluous
 from plait.spec import presets
 from plait.spec.findings import UserError
 from plait.spec.parameters import active_count, parameter_count
+from plait.spec.schedule import SCHEDULES
+
+#: As many chunks a rank as anyone has, or more: no limit.
+_MANY = 1000
 
 
 def run(argv: list[str]) -> int:
@@ -18,7 +22,7 @@ def run(argv: list[str]) -> int:
     answer = {
         "models": [_model(name) for name in presets.model_names()],
         "clusters": [_cluster(name) for name in presets.cluster_names()],
-        "schedules": [],
+        "schedules": [_schedule(name) for name in SCHEDULES],
         "dialects": [],
     }
     print(json.dumps(answer) if given["json"] else _text(answer))
@@ -43,6 +47,18 @@ def _cluster(name: str) -> dict[str, Any]:
     return {"name": name, **{field: getattr(cluster, field) for field in fields}}
 
 
+def _schedule(name: str) -> dict[str, Any]:
+    schedule = SCHEDULES[name]
+    few, many = schedule.vpp
+    return {
+        "name": name,
+        "vpp": [few, many if many < _MANY else None],
+        "placement": schedule.placement,
+        "split_backward": schedule.split,
+        "aliases": list(schedule.aliases),
+    }
+
+
 def _text(answer: dict[str, Any]) -> str:
     models = [("model", "parameters", "layers", "hidden", "heads", "kv", "vocab", "seq", "experts")]
     for m in answer["models"]:
@@ -52,7 +68,14 @@ def _text(answer: dict[str, Any]) -> str:
     for c in answer["clusters"]:
         memory, speeds = f"{c['memory'] / 1e9:.0f} GB", (_speed(c["link"]), _speed(c["nic"]))
         clusters.append((c["name"], memory, c["node"], c["fast_domain"], *speeds, c["device"]))
-    return f"{_columns(models)}\n\n{_columns(clusters)}\n\nA cluster is GPU:COUNT, as h100:64."
+    schedules = [("schedule", "chunks", "placement", "backward", "also called")]
+    for s in answer["schedules"]:
+        few, many = s["vpp"]
+        chunks = str(few) if few == many else f"{few}.."
+        backward = "I, W" if s["split_backward"] else "B"
+        schedules.append((s["name"], chunks, s["placement"], backward, ", ".join(s["aliases"])))
+    cluster = "A cluster is GPU:COUNT, as h100:64."
+    return "\n\n".join([_columns(models), _columns(clusters), cluster, _columns(schedules)])
 
 
 def _count(n: int) -> str:
@@ -74,7 +97,7 @@ def _columns(rows: list[tuple]) -> str:
     for row in texts:
         cells = [row[0].ljust(widths[0])]
         cells += [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-        if not row[-1].isdigit() and texts[0][-1] == "device":
+        if not row[-1].isdigit() and texts[0][-1] in ("device", "also called"):
             cells[-1] = row[-1]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
