@@ -6,9 +6,12 @@ that are left. With the backward split, the weight gradient of a micro batch fol
 gradient some backwards later, which is what fills the time of waiting.
 
 Where the micro batches do not fill the last group, the order is that of a full one without the
-actions of micro batches that are not there: dropping a micro batch takes nothing from the others'
-dependencies and holds less memory.
+micro batches that are not there: whoever drops them takes nothing from what the others need, and
+holds less. (A last group that counts as smaller can make ranks wait for each other in a circle.)
 """
+
+from collections import deque
+from collections.abc import Callable
 
 from plait.schedules.table import Action, Table
 
@@ -49,7 +52,8 @@ def zb_h1(pp: int, micro_batches: int, vpp: int) -> Table:
     """Qi et al., arXiv 2401.10241, section 2.3: 1F1B's order and memory, weight gradients put off.
 
     Rank r puts off r weight gradients: it holds pp - r forwards and r of those, pp in all. With
-    more chunks a rank it is what torch calls interleaved zero bubble.
+    more chunks a rank it is what torch calls interleaved zero bubble; there warm-ups differ by one
+    forward a rank, not by two as in 1F1B.
     """
     group = 1 if vpp == 1 else pp
     return _table(
@@ -81,32 +85,51 @@ def _everything(rank: int) -> None:
     """The warm-up of schedules that go forward to the end before they go back."""
 
 
-def _table(name, pp, micro_batches, vpp, group, warm_up, lag=None) -> Table:
+def _table(
+    name: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int,
+    group: int,
+    warm_up: Callable[[int], int | None],
+    lag: Callable[[int], int] | None = None,
+) -> Table:
     """`warm_up` and `lag` are functions of the rank: forwards before the first pair (None: all),
     backwards between an input gradient and its weight gradient (no function: not split)."""
-    starts = range(0, micro_batches, group)
     ranks = []
+    starts = range(0, micro_batches, group)
     for rank in range(pp):
         chunks = range(rank, pp * vpp, pp)
         forwards = [(c, m) for s in starts for c in chunks for m in range(s, s + group)]
         backwards = [(c, m) for s in starts for c in chunks[::-1] for m in range(s, s + group)]
         warm = warm_up(rank)
-        actions = _alternate(
-            forwards, backwards, len(forwards) if warm is None else warm, lag and lag(rank)
-        )
-        ranks.append(tuple(a for a in actions if a.micro < micro_batches))
+        order = _alternate(forwards, backwards, len(forwards) if warm is None else warm)
+        order = [a for a in order if a.micro < micro_batches]
+        ranks.append(tuple(_split(order, lag(rank)) if lag else order))
     return Table(name, tuple(ranks))
 
 
-def _alternate(forwards: Order, backwards: Order, warm: int, lag: int | None) -> list[Action]:
+def _alternate(forwards: Order, backwards: Order, warm: int) -> list[Action]:
     """One rank: `warm` forwards, then a forward and a backward by turns, then backwards."""
     actions = [Action("F", *at) for at in forwards[:warm]]
-    later = iter(forwards[warm:])
+    later = forwards[warm:]
     for k, at in enumerate(backwards):
-        actions += [Action("F", *f) for f in [next(later, None)] if f]
-        actions.append(Action("B" if lag is None else "I", *at))
-        if lag is not None and k >= lag:
-            actions.append(Action("W", *backwards[k - lag]))
-    if lag:
-        actions += [Action("W", *at) for at in backwards[-lag:]]
+        if k < len(later):
+            actions.append(Action("F", *later[k]))
+        actions.append(Action("B", *at))
     return actions
+
+
+def _split(actions: list[Action], lag: int) -> list[Action]:
+    """Every backward as I and W, the W behind the I `lag` backwards later, or at the end."""
+    result: list[Action] = []
+    put_off: deque[Action] = deque()
+    for action in actions:
+        if action.kind == "F":
+            result.append(action)
+            continue
+        result.append(action._replace(kind="I"))
+        put_off.append(action._replace(kind="W"))
+        if len(put_off) > lag:
+            result.append(put_off.popleft())
+    return [*result, *put_off]

@@ -13,13 +13,16 @@ from plait.schedules.table import Action, Table
 def zbv(pp: int, micro_batches: int) -> Table:
     """Qi et al., arXiv 2401.10241, section 6: at most pp held, no bubble where F = I = W.
 
-    The order is that of at least 2 pp - 1 micro batches, without those that are not there.
+    Fewer than 2 pp - 1 micro batches come in the order that so many have, with weight gradients
+    where the others have left time.
     """
     full = max(micro_batches, 2 * pp - 1)
     ranks = []
     for rank in range(pp):
         order = _zbv_rank(rank, pp, full)
         ranks.append(tuple(a for a in order if a.micro < micro_batches))
+    if micro_batches < full:
+        ranks = squeeze([[a for a in order if a.kind != "W"] for order in ranks], 2 * pp)
     return Table("zbv", tuple(ranks))
 
 
