@@ -221,7 +221,7 @@ def test_other_names_and_the_default_of_vpp():
         (("dualpipe", 4, 6), "microbatches", 8),
         (("dualpipe", 3, 8), "pp", 4),
         (("dualpipev", 4, 7), "microbatches", 8),
-        (("1f1b", 4, 10**9), "microbatches", 500_000),
+        (("1f1b", 4, 10**9), "microbatches", 250_000),
     ],
 )
 def test_what_cannot_be_built(asked, where, nearest):

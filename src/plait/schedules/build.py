@@ -1,12 +1,13 @@
 """A schedule by its name: whether it can be built, and its table."""
 
 from plait.schedules import dualpipe, loop, vshape
+from plait.schedules.simulate import Times
 from plait.schedules.table import Table
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.schedule import SCHEDULES, canonical
 
 #: A table has at most this many forwards; it is held in memory as a whole.
-_MOST = 2_000_000
+_MOST = 1_000_000
 
 
 def build(
@@ -15,7 +16,7 @@ def build(
     micro_batches: int,
     vpp: int | None = None,
     group: int | None = None,
-    times=None,
+    times: Times | None = None,
     cap: float | None = None,
 ) -> Table:
     """The table of a schedule.
