@@ -1,7 +1,7 @@
 """What data parallelism sends: DDP, ZeRO 1 to 3, FSDP, HSDP. It mirrors `parallel/data.py`.
 
-With e_g bytes of a gradient and e_w of a weight, and P elements on this rank before sharding,
-padding included, an optimizer step of m micro batches sends
+With e_g bytes of a gradient and e_w of a weight, and P elements of a chunk before sharding,
+padding included, an optimizer step in which m micro batches pass through it sends
 
     ZeRO 0      all-reduce of P e_g, once
     ZeRO 1      reduce-scatter of P e_g, all-gather of P e_w, once each
@@ -12,26 +12,32 @@ padding included, an optimizer step of m micro batches sends
 in messages of a bucket each (1910.02054 section 7; FSDP 2304.11277 section 3.2).
 """
 
+from functools import lru_cache
+
 from plait.cost.dtypes import dtypes_of, size_of
 from plait.cost.ledger import TrafficLedger
+from plait.cost.parts import Part
 from plait.spec.buckets import Bucket, make_buckets, zero_stage
 from plait.spec.job import DTYPE_BYTES, Job
 from plait.spec.parameters import kv_copies
 
 
-def buckets_of(job: Job) -> list[Bucket]:
-    """The flat buffers that the engine makes for a job."""
+def buckets_of(job: Job, chunk: int = 0) -> list[Bucket]:
+    """The flat buffers that the engine makes for a chunk of a job."""
     grad_bytes = DTYPE_BYTES[dtypes_of(job).grad]
-    return make_buckets(job.model, job.layout, job.train.bucket_mib * 2**20, grad_bytes)
+    return _buckets(job.model, job.layout, job.train.bucket_mib * 2**20, grad_bytes, chunk)
 
 
-def data_traffic(job: Job, ledger: TrafficLedger) -> None:
-    """Enters what data parallelism sends in one step."""
+_buckets = lru_cache(maxsize=512)(make_buckets)
+
+
+def data_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> None:
+    """Enters what data parallelism sends in one step for a part of the model on a stage."""
     layout, dtypes = job.layout, dtypes_of(job)
-    stage, micro_batches = zero_stage(layout), job.train.accumulation
-    reductions = micro_batches if stage >= 2 else 1
+    zero, micro_batches = zero_stage(layout), part.micro_batches
+    reductions = micro_batches if zero >= 2 else 1
     copies = kv_copies(job.model, layout)
-    for bucket in buckets_of(job):
+    for bucket in buckets_of(job, part.chunk):
         grads = size_of(dtypes.grad, bucket.size)
         weights = size_of(dtypes.compute, bucket.size)
 
@@ -44,7 +50,7 @@ def data_traffic(job: Job, ledger: TrafficLedger) -> None:
             size: int,
             count: int = 1,
         ) -> None:
-            ledger.add(0, axis, collective, phase, dtype, bytes, size, count)
+            ledger.add(stage, axis, collective, phase, dtype, bytes, size, count)
 
         # Gradients of which each tensor-parallel rank has a part are summed there first.
         for partial, start, stop in bucket.partial_runs():
@@ -52,14 +58,14 @@ def data_traffic(job: Job, ledger: TrafficLedger) -> None:
             bytes = size_of(dtypes.grad, stop - start)
             add("tp", "all-reduce", "backward", dtypes.grad, bytes, group, reductions)
 
-        if stage == 0:
+        if zero == 0:
             add("dp_replicate", "all-reduce", "backward", dtypes.grad, grads, layout.dp_replicate)
             continue
         shards = layout.fsdp
         add("fsdp", "reduce-scatter", "backward", dtypes.grad, grads, shards, reductions)
         piece, replicas = grads // shards, layout.dp_replicate
         add("dp_replicate", "all-reduce", "backward", dtypes.grad, piece, replicas)
-        if stage < 3:
+        if zero < 3:
             add("fsdp", "all-gather", "optimizer", dtypes.compute, weights, shards)
         else:
             for phase in ("forward", "backward"):

@@ -23,10 +23,11 @@ and tensors of a few numbers a token.
 from collections.abc import Sequence
 
 from plait.cost.activations import Step
+from plait.cost.data import buckets_of
 from plait.cost.dtypes import dtypes_of
 from plait.cost.ledger import StageMemory
 from plait.cost.tape import MOMENTS, Tape
-from plait.spec.buckets import Bucket, make_buckets, zero_stage
+from plait.spec.buckets import Bucket, zero_stage
 from plait.spec.job import DTYPE_BYTES, Job
 
 
@@ -77,9 +78,3 @@ def states(job: Job, buckets: Sequence[Bucket]) -> dict[str, int]:
         "gradients": g * (whole if zero < 2 else own),
         "optimizer": 2 * m * own + (m * own if split else 0),
     }
-
-
-def buckets_of(job: Job) -> list[Bucket]:
-    """The buckets of the data-parallel engine, as `train.program.Program` makes them."""
-    grad = element_bytes(job)[2]
-    return make_buckets(job.model, job.layout, job.train.bucket_mib * 2**20, grad)

@@ -17,19 +17,21 @@ more because only a rank's own rows of a region's input are kept (Megatron-LM 19
 
 from plait.cost.dtypes import dtypes_of, size_of
 from plait.cost.ledger import TrafficLedger
+from plait.cost.parts import Part
 from plait.spec.job import Job
 
 
-def tensor_traffic(job: Job, ledger: TrafficLedger) -> None:
-    """Enters what the tp axis sends in one step, gradients of whole parameters left out."""
+def tensor_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> None:
+    """Enters what the tp axis sends in one step for a part of the model on a stage, gradients of
+    whole parameters left out."""
     model, layout = job.model, job.layout
-    dtypes, micro_batches = dtypes_of(job), job.train.accumulation
+    dtypes, micro_batches, layers = dtypes_of(job), part.micro_batches, len(part.layers)
     tokens = layout.micro_batch * job.train.seq_len
     stream = size_of(dtypes.compute, tokens, model.hidden)
     scalars = size_of(dtypes.wide, tokens)  # one number for each token
 
     def add(collective: str, phase: str, dtype: str, bytes: int, count: int) -> None:
-        ledger.add(0, "tp", collective, phase, dtype, bytes, layout.tp, count * micro_batches)
+        ledger.add(stage, "tp", collective, phase, dtype, bytes, layout.tp, count * micro_batches)
 
     def regions(phase: str, entered: int, left: int) -> None:
         """Regions entered and left by a pass in the direction of the forward."""
@@ -39,7 +41,7 @@ def tensor_traffic(job: Job, ledger: TrafficLedger) -> None:
         else:
             add("all-reduce", phase, dtypes.compute, stream, left)
 
-    entered, left = 2 * model.layers + 1, 2 * model.layers + 1  # the head, the embedding
+    entered, left = 2 * layers + part.head, 2 * layers + part.embed
     regions("forward", entered, left)
     if layout.sequence_parallel:
         add("all-gather", "backward", dtypes.compute, stream, entered + left)
@@ -48,17 +50,17 @@ def tensor_traffic(job: Job, ledger: TrafficLedger) -> None:
         add("all-reduce", "backward", dtypes.compute, stream, entered)
 
     # A norm over all heads sums squares over the ranks: of q, of k; the gradient likewise.
-    norms = 2 * model.layers if model.qk_norm == "full" else 0
+    norms = 2 * layers if model.qk_norm == "full" else 0
     add("all-reduce", "forward", dtypes.wide, scalars, norms)
     add("all-reduce", "backward", dtypes.wide, scalars, norms)
 
     # Cross entropy over a cut vocabulary: the maxima, then exponentials and targets in one.
-    add("all-reduce", "loss", dtypes.wide, scalars, 1)
-    add("all-reduce", "loss", dtypes.wide, 2 * scalars, 1)
+    add("all-reduce", "loss", dtypes.wide, scalars, part.head)
+    add("all-reduce", "loss", dtypes.wide, 2 * scalars, part.head)
 
     entered, left, norms = _recomputed(job)
-    regions("recompute", entered * model.layers, left * model.layers)
-    add("all-reduce", "recompute", dtypes.wide, scalars, norms * model.layers)
+    regions("recompute", entered * layers, left * layers)
+    add("all-reduce", "recompute", dtypes.wide, scalars, norms * layers)
 
 
 def _recomputed(job: Job) -> tuple[int, int, int]:

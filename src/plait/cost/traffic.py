@@ -1,8 +1,10 @@
-"""What one rank sends in an optimizer step: every strategy's formulas together."""
+"""What the ranks send in an optimizer step: every strategy's formulas together."""
 
 from plait.cost.data import data_traffic
 from plait.cost.dtypes import size_of
 from plait.cost.ledger import TrafficLedger
+from plait.cost.parts import parts_of
+from plait.cost.pipeline import pipeline_traffic
 from plait.cost.tensor import tensor_traffic
 from plait.spec.job import Job
 
@@ -10,13 +12,16 @@ from plait.spec.job import Job
 def traffic(job: Job) -> TrafficLedger:
     """The ledger of a step in the steady state (weights have been initialised and published).
 
-    It is the same on every rank. `parallel/` issues exactly this, padding and scalars included.
+    It has entries for one rank of each stage; all ranks of a stage send the same. `parallel/`
+    issues exactly this, padding and scalars included.
     """
-    ledger = TrafficLedger()
-    tensor_traffic(job, ledger)
-    data_traffic(job, ledger)
-    # Valid tokens of the global batch; then the loss and the squared gradient norm together.
-    world = job.layout.world
-    ledger.add(0, "world", "all-reduce", "loss", "int64", size_of("int64"), world)
-    ledger.add(0, "world", "all-reduce", "norm", "float64", size_of("float64", 2), world)
+    ledger, world = TrafficLedger(), job.layout.world
+    for stage, parts in enumerate(parts_of(job)):
+        for part in parts:
+            tensor_traffic(job, ledger, stage, part)
+            data_traffic(job, ledger, stage, part)
+        # Valid tokens of the global batch; then the loss and the squared gradient norm together.
+        ledger.add(stage, "world", "all-reduce", "loss", "int64", size_of("int64"), world)
+        ledger.add(stage, "world", "all-reduce", "norm", "float64", size_of("float64", 2), world)
+    pipeline_traffic(job, ledger)
     return ledger

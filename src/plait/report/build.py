@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
+from plait.schedules.job import timeline
 from plait.spec.findings import Finding
 from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid
 from plait.spec.job import Job
@@ -77,7 +78,7 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
         "fits": (None if job.cluster is None else fits) if legal else False,
         "memory": held,
         "traffic": _traffic(job, dense) if legal else None,
-        "bubble": dict.fromkeys(_BUBBLES, 0.0 if legal and layout.pp == 1 else None),
+        "bubble": _bubble(job) if legal else dict.fromkeys(_BUBBLES),
         "time": dict.fromkeys(_TIMES),
         "serving": None,
     }
@@ -85,6 +86,12 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
 
 def _sizes(grid: Grid) -> dict[str, int]:
     return dict(zip(grid.axes, grid.sizes, strict=True))
+
+
+def _bubble(job: Job) -> dict[str, float]:
+    """Idle time of the ranks, simulated: actions take as long as their operations, messages no
+    time."""
+    return dict.fromkeys(_BUBBLES, 0.0) if job.layout.pp == 1 else timeline(job).bubble
 
 
 def _memory(job: Job) -> dict[str, Any]:

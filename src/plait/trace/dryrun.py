@@ -1,4 +1,4 @@
-"""The dry run: a step of one rank, run without the other ranks, without data and without memory.
+"""The dry run: a step of a rank of each stage, without other ranks, data and memory.
 
 The program is the one that trains, over torch's fake process group (collectives return at once)
 and fake tensors (shapes and no storage), so what it sends and holds can be measured for any
@@ -31,12 +31,14 @@ from plait.spec.findings import Finding
 from plait.spec.job import Job
 from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
+from plait.train.optimizer import apply_update
 from plait.train.program import MicroBatch, Program
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What rank 0 sends in a step of the steady state, and holds, a row for each moment."""
+    """What one rank of each stage sends in a step of the steady state, and holds, a row for each
+    stage and moment."""
 
     traffic: TrafficLedger
     memory: list[StageMemory]
@@ -68,31 +70,52 @@ def dryrun(job: Job, findings: Sequence[Finding], full: bool = False) -> dict[st
 
 
 def measure(job: Job, full: bool = False) -> Measured:
-    """Runs a step dry, all layers of it (0.05 to 0.1 s a layer and micro batch).
+    """Runs a step of the first rank of each stage dry, all layers of it (0.05 to 0.1 s a layer and
+    micro batch).
 
-    Of many micro batches one and two are run: the traffic of each one more is the same, and what
-    is held is the same from the second on. With `full`, all are run.
+    Without a pipeline, of many micro batches one and two are run: the traffic of each one more is
+    the same, and what is held is the same from the second on. With `full`, or with a pipeline,
+    where what is held depends on how many there are, all are run.
     """
+    ledger, held = TrafficLedger(), []
+    for stage in range(job.layout.pp):
+        measured = _measure(job, stage, full)
+        ledger.entries |= measured.traffic.entries
+        held += measured.memory
+    return Measured(ledger, held)
+
+
+def _measure(job: Job, stage: int, full: bool) -> Measured:
     n = job.train.accumulation
-    with _program(job) as program:
-        _step(program, 1)  # the optimizer makes its states in the first step
-        if full or n <= 2:
+    with _program(job, stage) as program:
+        _settle(program)
+        if full or n <= 2 or job.layout.pp > 1:
             return _step(program, n)
         one, two = _step(program, 1), _step(program, 2)
     return Measured(_repeated(one.traffic, two.traffic, n), two.memory)
 
 
 @contextmanager
-def _program(job: Job) -> Iterator[Program]:
-    """The program of rank 0, all its tensors fake; within it tensors are made fake."""
+def _program(job: Job, stage: int) -> Iterator[Program]:
+    """The program of a stage's first rank, all its tensors fake; within it tensors are made
+    fake."""
     world = job.layout.world
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    rank = stage * (world // job.layout.pp)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        mesh = make_mesh(job.layout, job.model, 0)
+        mesh = make_mesh(job.layout, job.model, rank)
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield Program(job, mesh)
     finally:
         dist.destroy_process_group()
+
+
+def _settle(program: Program) -> None:
+    """What a first step leaves behind: states of the optimizer, weights that are under way."""
+    train, segments = program.job.train, program.engine.segments
+    norm = torch.ones((), dtype=torch.float64)
+    apply_update(program.optimizer, segments, norm, train.clip, 1.0, train.learning_rate)
+    program.engine.publish()
 
 
 def _step(program: Program, micro_batches: int) -> Measured:
