@@ -38,12 +38,12 @@ def _interrupt_at(call: int) -> Callable:
 def evaluation(program: Program, step: int) -> None:
     (batch, *_) = micro_batches(program.job, program.mesh, step)
     with torch.no_grad():
-        program.module(batch.tokens, batch.targets, batch.index)
+        program.modules[0](batch.tokens, batch.targets, batch.index)
 
 
 def forward_thrown_away(program: Program, step: int) -> None:
     (batch, *_) = micro_batches(program.job, program.mesh, step)
-    program.module(batch.tokens, batch.targets, batch.index)
+    program.modules[0](batch.tokens, batch.targets, batch.index)
 
 
 def _fails(program: Program, step: int) -> None:
@@ -53,7 +53,7 @@ def _fails(program: Program, step: int) -> None:
 
 def error_in_forward(program: Program, step: int) -> None:
     """In the second micro batch, between two layers."""
-    handle = program.module.layers["1"].register_forward_pre_hook(_interrupt_at(1))
+    handle = program.modules[0].layers["1"].register_forward_pre_hook(_interrupt_at(1))
     _fails(program, step)
     handle.remove()
 

@@ -77,8 +77,8 @@ def test_gradients_that_never_came_are_made_on_the_device(layout):
     with alone(job.layout.world):
         engine = on_meta(job).engine
         engine.begin()
-        engine.begin_micro_batch(last=True)
-        engine.end_micro_batch()
+        with engine.chunks[0].micro_batch(last=True):
+            pass
         engine.finish()
         engine.publish()
 

@@ -254,23 +254,30 @@ class Transformer(nn.Module):
         return ctx
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, index: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        index: Tensor | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
-        """One pass through the whole model.
+        """One pass through the model, or through this run of its layers.
 
         Args:
             tokens: int64 [B, S].
             targets: int64 [B, S], -1 where there is nothing to predict.
             index: int64 [B], the samples' numbers in the whole data; dropout depends on them.
+            stream: [T, hidden], what the layers before have made; where there is no embedding.
 
         Returns:
             With targets the cross entropy summed over valid tokens (a scalar, at least float32),
-            without them logits [B * S, vocab].
+            without them logits [B * S, vocab]; without a head the residual stream.
         """
         ctx = self.context(*tokens.shape, index)
-        x = self.embed(tokens.reshape(-1), ctx)
+        x = stream if self.embed is None else self.embed(tokens.reshape(-1), ctx)
         for layer in self.layers.values():
             x = layer(x, ctx)
+        if self.head is None:
+            return x
         return self.head(x, ctx, None if targets is None else targets.reshape(-1))
 
 

@@ -6,7 +6,7 @@ not through a collective, so it does not show in the ledger.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,12 +18,18 @@ class CollectiveMismatch(RuntimeError):
     """Ranks of one group were about to issue different collectives."""
 
 
-def make_check(store: dist.Store, rank: int) -> Callable[[Axis, str, Tensor], None]:
-    """A function for `Scope.check`: raises CollectiveMismatch on every rank of the group."""
+def make_check(store: dist.Store, rank: int) -> Callable[..., None]:
+    """A function for `Scope.check`: raises CollectiveMismatch on every rank of the group.
+
+    Its arguments: the axis, what is issued, a tensor of it, and, where not the whole axis takes
+    part, the positions of those that do.
+    """
     issued: Counter[tuple[int, ...]] = Counter()
 
-    def check(axis: Axis, name: str, x: Tensor) -> None:
+    def check(axis: Axis, name: str, x: Tensor, among: Sequence[int] | None = None) -> None:
         ranks = tuple(dist.get_process_group_ranks(axis.group))
+        if among is not None:
+            ranks = tuple(ranks[i] for i in among)
         issued[ranks] += 1
         group = f"plait/check/{'-'.join(map(str, ranks))}"
         key = f"{group}/{issued[ranks]}"

@@ -38,11 +38,15 @@ class Scope:
         phase: forward, backward, recompute, loss, norm or optimizer.
         axis: the axis over which a collective is being issued, None in between.
         check: called with each collective before it is issued (see `parallel/check.py`).
+        in_head: whether it is in the head, in the loss, or in their backward.
+        note: called with what the rank is about to do or to wait for, in a few words.
     """
 
     phase: str = "forward"
     axis: "Axis | None" = None
     check: Any = None
+    in_head: bool = False
+    note: Callable[[str], None] = lambda _: None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -109,6 +113,46 @@ class Axis:
         finally:
             self.scope.axis = None
         return Done() if work is None else work
+
+    # -- messages from one rank to another
+
+    def send(self, x: Tensor, to: int, what: str = "message") -> Handle:
+        """Starts to send x to the rank at position `to`; x may be let go after `wait`."""
+        return self._message(dist.isend, x, to, what)
+
+    def receive(self, out: Tensor, source: int, what: str = "message") -> Handle:
+        """Starts to fill `out` with what the rank at position `source` sends.
+
+        Messages between two ranks arrive in the order in which they were sent.
+        """
+        return self._message(dist.irecv, out, source, what)
+
+    def _message(self, start: Callable, x: Tensor, peer: int, what: str) -> Handle:
+        assert x.is_contiguous(), (x.shape, x.stride())
+        assert peer != self.rank, peer
+        if self.scope.check is not None:
+            self.scope.check(self, what, x, sorted((self.rank, peer)))
+        self.scope.axis = self
+        try:
+            return (
+                start(x, group=self.group, group_dst=peer)
+                if start is dist.isend
+                else start(x, group=self.group, group_src=peer)
+            )
+        finally:
+            self.scope.axis = None
+
+    def exchange_sum(self, x: Tensor, peer: int) -> None:
+        """Adds what `peer` has in its x, in place; the peer does the same with ours."""
+        other = torch.empty_like(x)
+        # In one order on both sides, so that it also holds where messages block.
+        if self.rank < peer:
+            out, back = self.send(x, peer), self.receive(other, peer)
+        else:
+            back, out = self.receive(other, peer), self.send(x, peer)
+        out.wait()
+        back.wait()
+        x.add_(other)
 
     def gather_rows(self, x: Tensor, wait: bool = True) -> tuple[Tensor, Handle]:
         """The ranks' x, one behind the other along dim 0; [n, ...] -> [size * n, ...]."""

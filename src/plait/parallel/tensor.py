@@ -15,42 +15,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from plait.parallel import deferred
 from plait.parallel.collectives import (
     Axis,
+    Done,
     gather_columns,
     reduce_out,
     scatter_rows,
     sum_both,
 )
+from plait.parallel.deferred import Later
 from plait.parallel.mesh import Mesh
 from plait.spec.model import Model
 
 
-def apply_tensor_parallel(module: nn.Module, model: Model, mesh: Mesh) -> None:
-    """Rewrites a Transformer in place for this rank of the tp axis."""
+def apply_tensor_parallel(
+    module: nn.Module, model: Model, mesh: Mesh, later: Later | None = None
+) -> None:
+    """Rewrites a Transformer in place for this rank of the tp axis.
+
+    later: where its maps put off their weight gradients (None: they never do). It takes the
+    same rewritten maps, also over an axis of one rank.
+    """
     axis, rows = mesh["tp"], mesh.layout.sequence_parallel
-    if axis.size == 1:
+    if axis.size == 1 and later is None:
         return
-    columns = FanOut(axis, rows)
+    columns = FanOut(axis, rows, later)
     for layer in module.layers.values():
         attention, mlp = layer.attention, layer.mlp
         attention.fan_out = mlp.fan_out = columns
-        attention.o = RowParallel(attention.o, axis, rows)
-        mlp.down = RowParallel(mlp.down, axis, rows)
-        if model.qk_norm == "full":
+        attention.o = RowParallel(attention.o, axis, rows, later)
+        mlp.down = RowParallel(mlp.down, axis, rows, later)
+        if model.qk_norm == "full" and axis.size > 1:
             copies = mesh["kv"].size
             attention.q_norm = ShardedNorm(attention.q_norm, axis, 1)
             attention.k_norm = ShardedNorm(attention.k_norm, axis, copies)
     if module.embed is not None:
-        module.embed.tokens = VocabEmbedding(module.embed.tokens, axis, rows)
-        if rows and module.embed.positions is not None:
-            module.embed.positions = OwnRows(module.embed.positions, axis)
+        module.embed.tokens = VocabEmbedding(module.embed.tokens, axis, rows, later)
+        if module.embed.positions is not None:
+            module.embed.positions = OwnRows(module.embed.positions, axis, rows, later)
     if module.head is not None:
         module.head.fan_out = columns
-        module.head.cross_entropy = VocabCrossEntropy(axis, model.vocab)
-        module.head.register_forward_hook(
-            lambda _, __, out: gather_columns(out, axis)[:, : model.vocab] if out.dim() else out
-        )
+        if axis.size > 1:
+            module.head.cross_entropy = VocabCrossEntropy(axis, model.vocab)
+            module.head.register_forward_hook(
+                lambda _, __, out: gather_columns(out, axis)[:, : model.vocab] if out.dim() else out
+            )
     if rows:
         for name, child in module.named_modules():
             if name.rpartition(".")[2].endswith("dropout"):
@@ -60,24 +70,33 @@ def apply_tensor_parallel(module: nn.Module, model: Model, mesh: Mesh) -> None:
 class FanOut:
     """Column-parallel maps of one input; see `models.layers.fan_out`."""
 
-    def __init__(self, axis: Axis, rows: bool):
-        self.axis, self.rows = axis, rows
+    def __init__(self, axis: Axis, rows: bool, later: Later | None):
+        self.axis, self.rows, self.later = axis, rows, later
 
     def __call__(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [w for linear in linears for w in (linear.weight, linear.bias)]
-        return _Columns.apply(x, self.axis, self.rows, *weights)
+        return _Columns.apply(x, self.axis, self.rows, self.later, linears, *weights)
 
 
 class _Columns(torch.autograd.Function):
     """y_i = x W_i^T + b_i for the maps i of one input, each rank with its own outputs.
 
     Only this rank's rows of x are kept; backward gathers them anew while it computes the input
-    gradient, and reduces the input gradient while it computes the weight gradients.
+    gradient, and reduces the input gradient while it computes the weight gradients. Where these
+    are put off, so is that gather.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, rows: bool, *weights: Tensor | None) -> Any:
-        ctx.axis, ctx.rows = axis, rows
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        rows: bool,
+        later: Later | None,
+        linears: tuple[nn.Linear, ...],
+        *weights: Tensor | None,
+    ) -> Any:
+        ctx.axis, ctx.rows, ctx.later, ctx.linears = axis, rows, later, linears
         ctx.biases = [b is not None for b in weights[1::2]]
         ctx.save_for_backward(x, *weights[::2])
         whole = axis.gather_rows(x)[0] if rows else x
@@ -89,60 +108,87 @@ class _Columns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        axis = ctx.axis
-        whole, gather = axis.gather_rows(x, wait=False) if ctx.rows else (x, None)
+        axis, rows, later, linears = ctx.axis, ctx.rows, ctx.later, ctx.linears
+        put_off = later is not None and later.queue is not None
+        if not put_off:
+            whole, gather = axis.gather_rows(x, wait=False) if rows else (x, Done())
         dx = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             dx.addmm_(grad, weight)
-        if ctx.rows:
+        if rows:
             dx, reduction = axis.scatter_rows(dx, wait=False)
-            gather.wait()
         else:
             reduction = axis.all_reduce(dx, wait=False)
-        result: list[Tensor | None] = []
-        for grad, bias in zip(grads, ctx.biases, strict=True):
-            result += [grad.t() @ whole, grad.sum(0) if bias else None]
+        result: list[Tensor | None] = [None] * (2 * len(grads))
+        if put_off:
+            x = x.detach()  # as saved it would hold the whole graph
+            later.queue.append(lambda: _column_weights(x, axis, rows, later, linears, grads))
+        else:
+            gather.wait()
+            for i, (grad, bias) in enumerate(zip(grads, ctx.biases, strict=True)):
+                result[2 * i] = grad.t() @ whole
+                result[2 * i + 1] = grad.sum(0) if bias else None
         reduction.wait()
-        return dx, None, None, *result
+        return dx, None, None, None, None, *result
+
+
+def _column_weights(
+    x: Tensor,
+    axis: Axis,
+    rows: bool,
+    later: Later,
+    linears: tuple[nn.Linear, ...],
+    grads: tuple[Tensor, ...],
+) -> None:
+    """The weight gradients of `_Columns` that were put off."""
+    whole = axis.gather_rows(x)[0] if rows else x
+    for linear, grad in zip(linears, grads, strict=True):
+        later.deliver(linear.weight, grad.t() @ whole)
+        if linear.bias is not None:
+            later.deliver(linear.bias, grad.sum(0))
 
 
 class RowParallel(nn.Module):
     """A map whose inputs are cut: partial results are summed, then the whole bias is added."""
 
-    def __init__(self, linear: nn.Linear, axis: Axis, rows: bool):
+    def __init__(self, linear: nn.Linear, axis: Axis, rows: bool, later: Later | None):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias, self.later = linear.weight, linear.bias, later
         self.axis, self.leave = axis, scatter_rows if rows else reduce_out
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.leave(F.linear(x, self.weight), self.axis)
+        y = self.leave(deferred.linear(x, self, self.later), self.axis)
         return y if self.bias is None else y + self.bias
 
 
 class VocabEmbedding(nn.Module):
     """A token table cut along the vocabulary: tokens of other ranks look up zeros."""
 
-    def __init__(self, embedding: nn.Embedding, axis: Axis, rows: bool):
+    def __init__(self, embedding: nn.Embedding, axis: Axis, rows: bool, later: Later | None):
         super().__init__()
-        self.weight = embedding.weight
+        self.weight, self.later = embedding.weight, later
         self.axis, self.leave = axis, scatter_rows if rows else reduce_out
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return deferred.lookup(tokens, self, self.later)
         own = tokens - self.axis.rank * self.weight.shape[0]
         elsewhere = (own < 0) | (own >= self.weight.shape[0])
-        y = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        y = deferred.lookup(own.masked_fill(elsewhere, 0), self, self.later)
         return self.leave(y.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
 
 
 class OwnRows(nn.Module):
-    """An embedding of this rank's rows only (learned positions under sequence parallelism)."""
+    """An embedding, under sequence parallelism of this rank's rows only (learned positions)."""
 
-    def __init__(self, embedding: nn.Embedding, axis: Axis):
+    def __init__(self, embedding: nn.Embedding, axis: Axis, rows: bool, later: Later | None):
         super().__init__()
-        self.weight, self.axis = embedding.weight, axis
+        self.weight, self.later = embedding.weight, later
+        self.axis, self.rows = axis, rows
 
     def forward(self, index: Tensor) -> Tensor:
-        return F.embedding(self.axis.own_rows(index), self.weight)
+        index = self.axis.own_rows(index) if self.rows else index
+        return deferred.lookup(index, self, self.later)
 
 
 class ShardedNorm(nn.Module):

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
+from plait.spec.chunks import TABLE, chunk_parameters
 from plait.spec.layout import Layout
 from plait.spec.model import Model
 from plait.spec.parameters import (
     Parameter,
     local_box,
     local_shape,
-    parameters,
     partial_over,
     tp_copies,
 )
@@ -97,21 +97,31 @@ def zero_stage(layout: Layout) -> int:
 
 
 def make_buckets(
-    model: Model, layout: Layout, bucket_bytes: float, element_bytes: int
+    model: Model, layout: Layout, bucket_bytes: float, element_bytes: int, chunk: int = 0
 ) -> list[Bucket]:
-    """All buckets, in the order in which backward completes them.
+    """All buckets of a chunk, in the order in which backward completes them.
 
     Under ZeRO-3 a bucket is a unit (embedding, one layer, head), for it is gathered and
     released as one. Otherwise parameters are packed from the last to the first until a bucket
-    holds about `bucket_bytes` (at least one parameter).
+    holds about `bucket_bytes` (at least one parameter). A table that the first and the last chunk
+    share is alone in its bucket, so that both cut it in the same pieces.
     """
-    table = list(parameters(model))
+    table = list(chunk_parameters(model, layout, chunk))
+    shared = model.tied and layout.pp > 1
+
+    def alone(p: Parameter) -> bool:
+        return shared and p.name == TABLE
+
     if zero_stage(layout) == 3:
-        packs = [list(unit) for _, unit in groupby(table, key=lambda p: p.unit)][::-1]
+        packs = [list(unit) for _, unit in groupby(table, key=lambda p: (p.unit, alone(p)))][::-1]
     else:
         packs, room = [], 0.0
         for p in reversed(table):
             need = prod(local_shape(p, model, layout)) * element_bytes
+            if alone(p):
+                packs.append([p])
+                room = 0.0
+                continue
             if need > room:
                 packs.append([])
                 room = bucket_bytes

@@ -21,7 +21,9 @@ def balanced(layers: int, chunks: int) -> tuple[int, ...]:
 
 
 def chunk_layers(model: Model, layout: Layout) -> tuple[range, ...]:
-    """The layers of each of the pp * vpp chunks."""
+    """The layers of each of the pp * vpp chunks; without a pipeline there is one."""
+    if layout.pp == 1:
+        return (range(model.layers),)
     counts = layout.stages or balanced(model.layers, layout.pp * layout.vpp)
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return tuple(range(a, a + n) for a, n in zip(starts, counts, strict=True))

@@ -52,8 +52,6 @@ class MemoryTracker(TorchDispatchMode):
         self.current = dict.fromkeys(MEMORY_CLASSES, 0)
         self.peaks: dict[str, dict[str, int]] = {}
         self.known: dict[int, tuple[str, int]] = {}  # storage -> (class, bytes)
-        self.in_head = False
-        self.hooks: list[Any] = []
 
     # -- entering and leaving
 
@@ -71,7 +69,11 @@ class MemoryTracker(TorchDispatchMode):
         for state in self.program.optimizer.state.values():
             for value in state.values():
                 self._see(value, "optimizer")
-        self._watch_head()
+        self.hooks = [
+            module.head.register_forward_pre_hook(self._watch_head)
+            for module in self.program.modules.values()
+            if module.head is not None
+        ]
         self._note()
         return super().__enter__()
 
@@ -80,21 +82,10 @@ class MemoryTracker(TorchDispatchMode):
         for hook in self.hooks:
             hook.remove()
 
-    def _watch_head(self) -> None:
-        """Notes when the head is at work: from its forward until backward is down at its input."""
-        head = self.program.module.head
-        if head is None:
-            return
-
-        def enter(_: nn.Module, args: tuple) -> None:
-            self.in_head = True
-            args[0].register_hook(leave)
-
-        def leave(grad: Tensor) -> None:
-            self.in_head = False
-            self._move(grad, "activations")
-
-        self.hooks.append(head.register_forward_pre_hook(enter))
+    def _watch_head(self, _: nn.Module, args: tuple) -> None:
+        """The gradient that leaves the head is an activation's."""
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: self._move(grad, "activations"))
 
     # -- following
 
@@ -112,7 +103,7 @@ class MemoryTracker(TorchDispatchMode):
             kind = "activations"
             if self.scope.phase in ("norm", "optimizer"):
                 kind = "optimizer"
-            elif self.in_head:
+            elif self.scope.in_head:
                 kind = "logits"
             for value in tree_iter(result):
                 self._see(value, kind)
@@ -153,7 +144,7 @@ class MemoryTracker(TorchDispatchMode):
                 if b.reduction is not None:
                     self._move(b.reduction[1], "buffers")
         now = self.current | {"gathered": gathered}
-        moment = "loss" if self.in_head else MOMENTS[self.scope.phase]
+        moment = "loss" if self.scope.in_head else MOMENTS[self.scope.phase]
         # The later of two equals: a buffer is known for one only after it has been made.
         if sum(now.values()) >= sum(self.peaks.get(moment, {}).values()):
             self.peaks[moment] = now

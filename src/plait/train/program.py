@@ -13,23 +13,22 @@ from torch import Tensor
 from plait.models.layers import Dropout
 from plait.models.random import initial
 from plait.models.transformer import Transformer
-from plait.parallel.data import DataParallel, Dtypes
+from plait.parallel.collectives import Scope
+from plait.parallel.data import DataParallel
+from plait.parallel.deferred import Later
+from plait.parallel.flat import Dtypes
 from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline import MicroBatch, Pipeline
 from plait.parallel.recompute import apply_recompute
 from plait.parallel.tensor import apply_tensor_parallel
+from plait.schedules.forward import forward_only
+from plait.schedules.job import table_of
+from plait.schedules.loop import one_f_one_b
+from plait.schedules.transfers import with_transfers
+from plait.spec.chunks import chunk_layers
 from plait.spec.job import Job
 from plait.train.optimizer import apply_update, make_optimizer, squared_norm
 from plait.train.schedule import learning_rate
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """tokens, targets: int64 [samples, seq] (target -1: not valid); index: int64 [samples], the
-    samples' global numbers."""
-
-    tokens: Tensor
-    targets: Tensor
-    index: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,23 +53,59 @@ class Program:
     """A model under a layout on one rank.
 
     Attributes:
-        module: the rewritten Transformer. engine: its weights and gradients.
-        optimizer: AdamW on this rank's pieces.
+        table: which rank computes what, in which order, for the accumulation of the job.
+        modules: chunk number -> its slice of the model, rewritten; all that this rank holds.
+        engine: their weights and gradients. optimizer: AdamW on this rank's pieces.
     """
 
     def __init__(self, job: Job, mesh: Mesh, device: str = "cpu"):
         self.job, self.mesh, self.device = job, mesh, device
-        with torch.device("meta"):
-            self.module = Transformer(job.model)
-        for module in self.module.modules():
-            if isinstance(module, Dropout):
-                module.seed = job.train.seed
-        apply_tensor_parallel(self.module, job.model, mesh)
-        apply_recompute(self.module, mesh.layout, mesh.scope)
+        model, layout, dtypes = job.model, mesh.layout, dtypes_of(job)
+        self.table = table_of(job) if layout.pp > 1 else one_f_one_b(1, job.train.accumulation)
+        self.actions = with_transfers(self.table)[mesh["pp"].rank]
+        self.modules: dict[int, Transformer] = {}
+        later = {c: Later() for c in self.table.held[mesh["pp"].rank]}
+        for c, put_off in later.items():
+            module = self.modules[c] = self._slice(c)
+            apply_tensor_parallel(module, model, mesh, put_off if self.table.split else None)
+            apply_recompute(module, layout, mesh.scope)
         self.engine = DataParallel(
-            self.module, job.model, mesh, dtypes_of(job), job.train.bucket_mib * 2**20, device
+            self.modules,
+            later,
+            self.table,
+            model,
+            mesh,
+            dtypes,
+            job.train.bucket_mib * 2**20,
+            device,
+        )
+        self.pipeline = Pipeline(
+            self.engine.chunks,
+            self.table.chunks - 1,
+            mesh,
+            model.hidden,
+            dtypes.compute,
+            device,
         )
         self.optimizer = make_optimizer(self.engine.segments, job.train)
+
+    def _slice(self, chunk: int) -> Transformer:
+        """A chunk of the model, without storage."""
+        layers = chunk_layers(self.job.model, self.mesh.layout)
+        with torch.device("meta"):
+            module = Transformer(
+                self.job.model,
+                layers=layers[chunk],
+                embed=chunk == 0,
+                head=chunk == len(layers) - 1,
+            )
+        for child in module.modules():
+            if isinstance(child, Dropout):
+                child.seed = self.job.train.seed
+        if module.head is not None:
+            scope = self.mesh.scope
+            module.head.register_forward_pre_hook(lambda _, args: _enter_head(scope, args[0]))
+        return module
 
     def initialize(self) -> None:
         """Fills the weights: values depend on seed, name and global position, not on the layout."""
@@ -82,33 +117,46 @@ class Program:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss of the global batch, summed over all ranks that share it.
 
+        batches: this data-parallel rank's micro batches; with a pipeline as many as the job says.
+
         Returns:
             This rank's part of the mean loss (over all ranks it sums to tp times the loss), and
             the number of valid tokens in the global batch.
         """
-        engine, scope = self.engine, self.mesh.scope
+        table, actions = self.table, self.actions
+        if self.mesh.layout.pp == 1 and len(batches) != table.micro_batches:
+            table = one_f_one_b(1, len(batches))
+            actions = table.ranks[0]
+        assert len(batches) == table.micro_batches, (len(batches), table.micro_batches)
         valid = self._count(batches)
-        mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        engine.begin()
-        for i, batch in enumerate(batches):
-            engine.begin_micro_batch(last=i == len(batches) - 1)
-            with scope.during("forward"):
-                # Divided once, by the valid tokens of the whole global batch: so each micro
-                # batch and rank adds its share, whatever the layout.
-                loss = self.module(batch.tokens, batch.targets, batch.index) / valid
-            mean_loss += loss.detach()
-            with scope.during("backward"):
-                (loss * loss_scale).backward()
-                del loss
-                engine.end_micro_batch()
-        with scope.during("backward"):
-            engine.finish()
+        self.engine.begin()
+        mean_loss = self.pipeline.run(actions, table.place, batches, valid, loss_scale)
+        with self.mesh.scope.during("backward"):
+            self.engine.finish()
         return mean_loss, valid
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """The mean loss over all ranks' batches (any number, the same on each data-parallel
+        rank), float64, the same on every rank; weights and gradients are left as they are."""
+        table = forward_only(self.table, len(batches))
+        actions = with_transfers(table)[self.mesh["pp"].rank]
+        valid = self._count(batches)
+        for module in self.modules.values():
+            module.eval()
+        try:
+            loss = self.pipeline.run(actions, table.place, batches, valid)
+        finally:
+            for module in self.modules.values():
+                module.train()
+        loss = loss / self.mesh["tp"].size
+        with self.mesh.scope.during("loss"):
+            self.mesh["world"].all_reduce(loss)
+        return loss
 
     def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Valid tokens of the global batch: each counted by one of the ranks that see it."""
         valid = torch.zeros((), dtype=torch.int64, device=self.device)
-        if self.mesh.coordinate["tp"] == 0:
+        if self.mesh.coordinate["tp"] == 0 and self.mesh.coordinate["pp"] == 0:
             for batch in batches:
                 valid += (batch.targets >= 0).sum()
         with self.mesh.scope.during("loss"):
@@ -138,3 +186,15 @@ class Program:
             apply_update(self.optimizer, self.engine.segments, norm, train.clip, loss_scale, rate)
             self.engine.publish()
         return StepResult(loss, norm / loss_scale, valid)
+
+
+def _enter_head(scope: Scope, stream: Tensor) -> None:
+    """The head is at work: until its forward has ended, and again in backward until that is down
+    at its input."""
+    scope.in_head = True
+
+    def leave(_: Tensor) -> None:
+        scope.in_head = False
+
+    if stream.requires_grad:
+        stream.register_hook(leave)

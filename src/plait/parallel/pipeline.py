@@ -1,0 +1,263 @@
+"""Runs a pipeline schedule: one rank goes through its row of the table, whatever the schedule.
+
+A rank's program (`schedules.transfers`) is a list of actions. Computing ones call a chunk of the
+model; the others move the residual stream [rows, hidden] or its gradient from chunk to chunk,
+while computing goes on. What is held follows from the list:
+
+    receive buffer   from RECV_F to the end of the chunk's backward (it is the chunk's input),
+                     from RECV_B to the end of the backward that it feeds
+    sent message     until the next one to the same rank in the same direction, at most
+    activations      from F to B or I, as autograd saves them
+    for W            from I to W, input and output gradient of each linear map (`deferred.py`)
+
+Without a pipeline the same program runs: F and B of micro batch after micro batch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.parallel import deferred
+from plait.parallel.check import CollectiveMismatch
+from plait.parallel.collectives import Handle
+from plait.parallel.data import Chunk
+from plait.parallel.mesh import Mesh
+from plait.schedules.table import Action
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens, targets: int64 [samples, seq] (target -1: not valid); index: int64 [samples], the
+    samples' global numbers."""
+
+    tokens: Tensor
+    targets: Tensor
+    index: Tensor
+
+
+class TransferLost(dist.DistError):
+    """A message along the pipeline did not come, or could not be sent; says which."""
+
+
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    Args:
+        chunks: chunk number -> the chunk, of all that this rank holds.
+        last: number of the model's last chunk.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Chunk],
+        last: int,
+        mesh: Mesh,
+        hidden: int,
+        dtype: torch.dtype,
+        device: str,
+    ):
+        self.chunks, self.last, self.mesh = chunks, last, mesh
+        self.hidden, self.dtype, self.device = hidden, dtype, device
+        self.pp, self.scope = mesh["pp"], mesh.scope
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        place: Mapping[tuple[int, int], int],
+        batches: Sequence[MicroBatch],
+        valid: Tensor,
+        loss_scale: float = 1.0,
+    ) -> Tensor:
+        """Goes through a rank's actions.
+
+        Args:
+            actions: with transfers; without any backward it is an evaluation.
+            place: (chunk, micro batch) -> the stage where it is.
+            batches: every micro batch of this data-parallel rank.
+            valid: number of valid tokens of the global batch.
+
+        Returns:
+            This rank's part of the mean loss, float64; 0 on ranks without the last chunk.
+        """
+        with torch.set_grad_enabled(any(a.kind in "IB" for a in actions)):
+            return _Run(self, actions, place, batches, valid, loss_scale).mean_loss()
+
+
+class _Run:
+    """The state of one run through the actions."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        actions: Sequence[Action],
+        place: Mapping[tuple[int, int], int],
+        batches: Sequence[MicroBatch],
+        valid: Tensor,
+        loss_scale: float,
+    ):
+        self.pipeline, self.actions, self.place, self.batches = pipeline, actions, place, batches
+        self.chunks, self.pp, self.scope = pipeline.chunks, pipeline.pp, pipeline.scope
+        self.valid, self.loss_scale = valid, loss_scale
+        self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        # By (chunk, micro batch):
+        self.coming: dict[tuple, tuple[Handle, Tensor, Action]] = {}  # kind too: under way to us
+        self.inputs: dict[tuple, Tensor] = {}
+        self.outputs: dict[tuple, Tensor] = {}  # to be sent, or the next chunk's input
+        self.roots: dict[tuple, object] = {}  # where backward starts: a loss, or a graph's edge
+        self.gradients: dict[tuple, Tensor] = {}  # of inputs, to be sent or for the chunk before
+        self.queues: dict[tuple, list[Callable[[], None]]] = {}  # what I left for W
+        self.sent: dict[tuple[str, int], tuple[Handle, Tensor, Action]] = {}
+        self.ends = {a.chunk: i for i, a in enumerate(actions) if a.kind in "WB"}
+
+    def mean_loss(self) -> Tensor:
+        handlers = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.input_gradient,
+            "W": self.weight_gradient,
+            "SEND_F": self.send,
+            "SEND_B": self.send,
+            "RECV_F": self.receive,
+            "RECV_B": self.receive,
+        }
+        for i, action in enumerate(self.actions):
+            self.scope.note(f"in {action}")
+            handlers[action.kind](action, self.ends.get(action.chunk) == i)
+        for kind, peer in list(self.sent):
+            self._let_go(kind, peer)
+        left = (self.coming, self.inputs, self.outputs, self.roots, self.gradients, self.queues)
+        assert not any(left), left
+        return self.loss
+
+    # -- what is computed
+
+    def forward(self, action: Action, _: bool) -> None:
+        chunk, micro = action.chunk, action.micro
+        key, batch, head = (chunk, micro), self.batches[micro], chunk == self.pipeline.last
+        x = None
+        if chunk > 0:
+            x = self._take("RECV_F", chunk, micro, self.outputs, (chunk - 1, micro))
+            x = x.detach().requires_grad_(torch.is_grad_enabled())
+        with self.scope.during("forward"):
+            out = self.chunks[chunk].module(
+                batch.tokens, batch.targets if head else None, batch.index, x
+            )
+            if head:
+                # Divided once, by the valid tokens of the whole global batch: so each micro batch
+                # and rank adds its share, whatever the layout.
+                out = out / self.valid
+            if head:
+                self.loss += out.detach()
+            else:
+                self.outputs[key] = out.detach()
+        if out.requires_grad:
+            if x is not None:
+                self.inputs[key] = x
+            # The edge keeps the graph and not the values, which may go once they are sent.
+            self.roots[key] = out if head else torch.autograd.graph.get_gradient_edge(out)
+        self.scope.in_head = False
+
+    def backward(self, action: Action, last: bool) -> None:
+        with self.scope.during("backward"), self.chunks[action.chunk].micro_batch(last):
+            self._backward(action.chunk, action.micro)
+
+    def input_gradient(self, action: Action, _: bool) -> None:
+        queue = self.queues[action.chunk, action.micro] = []
+        with self.scope.during("backward"), self.chunks[action.chunk].put_off(queue):
+            self._backward(action.chunk, action.micro)
+
+    def weight_gradient(self, action: Action, last: bool) -> None:
+        queue = self.queues.pop((action.chunk, action.micro))
+        with self.scope.during("backward"), self.chunks[action.chunk].micro_batch(last):
+            deferred.finish(queue)
+
+    def _backward(self, chunk: int, micro: int) -> None:
+        key = (chunk, micro)
+        if chunk == self.pipeline.last:
+            self.scope.in_head = True
+            (self.roots.pop(key) * self.loss_scale).backward()
+            self.scope.in_head = False
+        else:
+            grad = self._take("RECV_B", chunk, micro, self.gradients, (chunk + 1, micro))
+            torch.autograd.backward((self.roots.pop(key),), (grad,))
+        if chunk > 0:
+            self.gradients[key] = self.inputs.pop(key).grad
+
+    # -- what moves
+
+    def _take(
+        self, kind: str, chunk: int, micro: int, local: dict[tuple, Tensor], key: tuple
+    ) -> Tensor:
+        """A message for a chunk: from a neighbour that is on this rank, or from another rank."""
+        if key in local:
+            return local.pop(key)
+        handle, x, action = self.coming.pop((kind, chunk, micro))
+        with self._waiting(action):
+            handle.wait()
+        return x
+
+    def receive(self, action: Action, _: bool) -> None:
+        rows = self._rows(action.micro)
+        pipeline = self.pipeline
+        phase = "forward" if action.kind == "RECV_F" else "backward"
+        with self.scope.during(phase), self._waiting(action):
+            x = torch.empty(rows, pipeline.hidden, dtype=pipeline.dtype, device=pipeline.device)
+            handle = self.pp.receive(x, self._peer(action), self._what(action))
+        self.coming[action.kind, action.chunk, action.micro] = handle, x, action
+
+    def send(self, action: Action, _: bool) -> None:
+        peer = self._peer(action)
+        if (action.kind, peer) in self.sent:
+            self._let_go(action.kind, peer)
+        results = self.outputs if action.kind == "SEND_F" else self.gradients
+        x = results.pop((action.chunk, action.micro)).contiguous()
+        phase = "forward" if action.kind == "SEND_F" else "backward"
+        with self.scope.during(phase), self._waiting(action):
+            handle = self.pp.send(x, peer, self._what(action))
+        self.sent[action.kind, peer] = handle, x, action
+
+    def _let_go(self, kind: str, peer: int) -> None:
+        handle, _, action = self.sent.pop((kind, peer))
+        with self._waiting(action):
+            handle.wait()
+
+    def _rows(self, micro: int) -> int:
+        layout = self.pipeline.mesh.layout
+        tokens = self.batches[micro].tokens.numel()
+        return tokens // layout.tp if layout.sequence_parallel else tokens
+
+    def _peer(self, action: Action) -> int:
+        step = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}[action.kind]
+        return self.place[action.chunk + step, action.micro]
+
+    def _what(self, action: Action) -> str:
+        """The message of an action, in the same words on both sides."""
+        forward = action.kind.endswith("F")
+        maker = action.chunk
+        if action.kind.startswith("RECV"):
+            maker += -1 if forward else 1
+        what = "output" if forward else "input gradient"
+        return f"{what} of chunk {maker}, micro batch {action.micro},"
+
+    @contextmanager
+    def _waiting(self, action: Action) -> Iterator[None]:
+        """Says of whatever goes wrong within for which action it was."""
+        peer, stage = self._peer(action), self.pp.rank
+        verb = "sends" if action.kind.startswith("SEND") else "waits for"
+        side = "to" if verb == "sends" else "from"
+        what = f"{verb} the {self._what(action)} {side} stage {peer} ({action})"
+        self.scope.note(what)
+        try:
+            yield
+        except CollectiveMismatch:
+            raise
+        except RuntimeError as e:  # dist.DistError, and what gloo raises
+            raise TransferLost(f"stage {stage} {what}: {_first_line(e)}") from e
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).strip().splitlines() or [""])[0]
