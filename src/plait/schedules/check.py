@@ -35,7 +35,8 @@ def check(
     unknown = list(_unknown(table, micro_batches, chunks))
     if unknown:
         return unknown
-    chunks, micro_batches = chunks or table.chunks, micro_batches or table.micro_batches
+    chunks = chunks or 1 + max((a.chunk for _, a in _computed(table)), default=0)
+    micro_batches = micro_batches or 1 + max((a.micro for _, a in _computed(table)), default=0)
     found = list(_once(table, chunks, micro_batches)) or list(_order(table))
     if not found and any(a.kind in TRANSFERS for actions in table.ranks for a in actions):
         found = list(_messages(table)) or list(_circle(table, rendezvous=True))
