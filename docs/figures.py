@@ -1,10 +1,16 @@
 """Draws the figures of docs/strategies/ as SVG: `python docs/figures.py`.
 
+Those of pipeline schedules are what `plait schedule --svg` draws; the others are drawn here.
+
 Plain shapes and text, no fonts or scripts from elsewhere. Each figure brings its own ground, light
 or dark as the reader's system is, so that it can be read on any page.
 """
 
 from pathlib import Path
+
+from plait.schedules.build import build
+from plait.schedules.simulate import Times, simulate
+from plait.schedules.svg import svg
 
 HERE = Path(__file__).parent / "strategies"
 
@@ -177,9 +183,33 @@ def tensor() -> Figure:
     return f
 
 
+#: The schedules that the page on pipelines shows.
+PIPELINES = (
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "zb-auto",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipe",
+    "dualpipev",
+)
+
+
+def pipeline(name: str) -> str:
+    """A schedule of four ranks and eight micro batches; F, I and W take the same time."""
+    table = build(name, 4, 8)
+    return svg(table, simulate(table, Times.even(table)))
+
+
 def figures() -> dict[str, str]:
     """File name in docs/strategies/ -> SVG."""
-    return {"data.svg": str(data()), "zero.svg": str(zero()), "tensor.svg": str(tensor())}
+    drawn = {"data.svg": str(data()), "zero.svg": str(zero()), "tensor.svg": str(tensor())}
+    return drawn | {f"pipeline-{name}.svg": pipeline(name) for name in PIPELINES}
 
 
 if __name__ == "__main__":

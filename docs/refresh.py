@@ -2,11 +2,12 @@
 
     python docs/refresh.py
 
-Two things are kept fresh. A `console` block whose command is `plait explain` or `plait dryrun`:
-what follows the command is what it prints, of a dry run the part that `explain` does not have. And
-a table under a comment such as
+Two things are kept fresh. A `console` block whose command is `plait explain`, `plait dryrun` or
+`plait schedule`: what follows the command is what it prints, of a dry run the part that `explain`
+does not have. And a table under a comment such as
 
     <!-- plait explain llama3.1-8b --gpus h100:64 | --zero 1 | --zero 3 -->
+    <!-- plait schedule --pp 8 --microbatches 32 | 1f1b | zbv -->
 
 which has a row for each alternative, taken from the command's JSON.
 """
@@ -25,8 +26,8 @@ from plait.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 STATES = ("parameters", "gradients", "optimizer")
-_CONSOLE = re.compile(r"```console\n\$ (plait (?:explain|dryrun) .*)\n(?:.*\n)*?```\n")
-_TABLE = re.compile(r"<!-- (plait explain .*?) -->\n+(?:\|.*\n)*\n*")
+_CONSOLE = re.compile(r"```console\n\$ (plait (?:explain|dryrun|schedule) .*)\n(?:.*\n)*?```\n")
+_TABLE = re.compile(r"<!-- (plait (?:explain|schedule) .*?) -->\n+(?:\|.*\n)*\n*")
 
 
 def documents() -> Iterator[Path]:
@@ -60,7 +61,24 @@ def fresh(text: str, run: Callable[[str], bool] = lambda command: True) -> str:
 
 def _table(line: str) -> str:
     base, *alternatives = (part.strip() for part in line.split("|"))
-    reports = [json.loads(output(f"{base} {flags} --json")) for flags in alternatives]
+    answers = [json.loads(output(f"{base} {flags} --json")) for flags in alternatives]
+    rows = (_schedules if base.startswith("plait schedule") else _reports)(alternatives, answers)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _schedules(alternatives: list[str], answers: list[dict]) -> list[list[str]]:
+    heads = ["", "makespan", "idle in the step", "idle in a rank's span", "bubble", "peak"]
+    rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for flags, answer in zip(alternatives, answers, strict=True):
+        bubble = answer["bubble"]
+        idle = answer["makespan"] - sum(answer["busy"]) / len(answer["busy"])
+        shares = [f"{bubble[key]:.1%}" for key in ("step_total", "span_total")]
+        peak = f"{max(answer['peak_activations']):.4g}"
+        rows.append([f"`{flags}`", f"{answer['makespan']:.5g}", *shares, f"{idle:.4g}", peak])
+    return rows
+
+
+def _reports(alternatives: list[str], reports: list[dict]) -> list[list[str]]:
     axes = [
         axis
         for axis in ("tp", "fsdp", "dp_replicate")
@@ -80,7 +98,7 @@ def _table(line: str) -> str:
         cells.append("yes" if report["fits"] else "no")
         cells += [f"{n / 1e9:.2f} GB" if n else "0" for n in sent]
         rows.append([f"`{flags}`", *cells])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return rows
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import arguments
+from plait.cli import arguments, schedule
 from plait.cli.main import COMMANDS
 from plait.spec.findings import UserError
 from plait.spec.job import Checkpoint, Data, Train
@@ -75,6 +75,10 @@ ALL_COMMANDS = sorted({c for p in PAGES for c in shown_commands(p.read_text("utf
 def test_commands_are_understood(command):
     """Every flag exists and the job is legal, as the program itself reads them."""
     _, name, *words = shlex.split(command, comments=True)
+    if name == "schedule":
+        if not any(word.endswith(".csv") for word in words[:1]):
+            schedule.read(words)
+        return
     if name == "presets":
         parser, flags = arguments.parser(name, "", ""), {}
     else:
@@ -180,9 +184,9 @@ def test_every_dependency_has_a_reason():
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_outputs_are_those_of_the_program(path):
-    """Of `plait explain`; what `dryrun` prints takes longer and is renewed by hand."""
+    """But of `plait dryrun`, which takes longer and is renewed by hand."""
     text = path.read_text("utf-8")
-    renewed = refresh.fresh(text, lambda command: command.startswith("plait explain"))
+    renewed = refresh.fresh(text, lambda command: not command.startswith("plait dryrun"))
     assert renewed == text, "run docs/refresh.py"
 
 

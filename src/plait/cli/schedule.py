@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.arguments import parse, parser, superfluous
+from plait.schedules.bound import lower_bound, routes
 from plait.schedules.build import build, problems
 from plait.schedules.check import check
 from plait.schedules.csvfile import read_table, write_table
@@ -47,10 +48,7 @@ _LONGEST, _MOST_LINES = 1e12, 20
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    # As with a field that is no true-or-false, a flag must not stand without its value.
-    flags = dict.fromkeys((f"--{name}" for name in _FLAGS), "model")
-    given, words, findings = parse(argv, _parser(), flags)
-    question = read(given, words, findings)
+    given, question = read(argv)
     table, times = question.table()
     timeline = simulate(table, times)
     answer = _answer(question, timeline)
@@ -98,19 +96,11 @@ class Question:
         """
         if self.given is not None:
             return self.given, self._lasting(self.given.chunks)
-        # Without a number of chunks, "auto" tries several, and takes the times of whole shares.
-        chunks = self.pp * (self.vpp or 1)
-        times = self._lasting(chunks)
-        table = build(
-            self.name,
-            self.pp,
-            self.micro_batches,
-            vpp=self.vpp,
-            group=self.group,
-            times=times,
-            cap=self.cap,
-        )
-        return table, times if table.chunks == chunks else self._lasting(table.chunks)
+        # Where the number of chunks is open, "auto" asks for the times of several.
+        times = self._lasting if self.vpp is None else self._lasting(self.pp * self.vpp)
+        more = {"vpp": self.vpp, "group": self.group, "times": times, "cap": self.cap}
+        table = build(self.name, self.pp, self.micro_batches, **more)
+        return table, self._lasting(table.chunks)
 
     def _lasting(self, chunks: int) -> Times:
         parts = (self.times[kind] for kind in _KINDS)
@@ -118,15 +108,15 @@ class Question:
         return Times(*parts, self.comm)
 
 
-def read(given: Mapping[str, Any], words: list[str], findings: list[Finding]) -> Question:
-    """The question that arguments ask.
-
-    Args:
-        given, words, findings: as `cli.arguments.parse` returns them.
+def read(argv: Sequence[str]) -> tuple[dict[str, Any], Question]:
+    """The texts of the flags, and the question that they ask.
 
     Raises:
-        UserError: everything that is wrong with them.
+        UserError: everything that is wrong with the arguments.
     """
+    # Like a field that is no true-or-false, a flag here must not stand without its value.
+    flags = dict.fromkeys((f"--{name}" for name in _FLAGS), "model")
+    given, words, findings = parse(argv, _parser(), flags)
     findings = [*findings, *superfluous(words[1:]), *_outputs(given)]
     name, group, table = _name(words[:1], findings)
     sizes = {key: _whole(key, given.get(key), findings) for key in _SIZES}
@@ -149,15 +139,11 @@ def read(given: Mapping[str, Any], words: list[str], findings: list[Finding]) ->
         times, comm, cap,
     )  # fmt: skip
     # Sizes and lengths only make sense together.
-    if (
-        name
-        and {f.where for f in findings}.isdisjoint((*_SIZES, *_KINDS))
-        and (table is not None or not is_file(name))
-    ):
+    if name and {f.where for f in findings}.isdisjoint((*_SIZES, *_KINDS)):
         question = _settled(question, findings)
     if findings:
         raise UserError(findings)
-    return question
+    return given, question
 
 
 def _settled(question: Question, findings: list[Finding]) -> Question:
@@ -197,7 +183,7 @@ def _name(words: list[str], findings: list[Finding]) -> tuple[str, int | None, T
         if more := wrong[_MOST_LINES:]:
             wrong[_MOST_LINES:] = [error(said, len(more), f"and {len(more)} more such")]
         findings += (replace(f, where=f"{said}, {f.where}") for f in wrong)
-        return said, None, None if wrong else table
+        return ("", None, None) if wrong else (said, None, table)
     word, colon, group = said.partition(":")
     name = canonical(word)
     if name is None:
@@ -330,13 +316,16 @@ def _umask() -> int:
 def _answer(question: Question, timeline: Timeline) -> dict[str, Any]:
     table = timeline.table
     over = check(table, cap=question.cap) if question.cap is not None else []
+    # A table that passes the cap cannot be held against what the cap allows.
     chunks, pp = table.chunks, len(table.ranks)
+    room = pp * table.micro_batches if over or question.cap is None else question.cap
     return {
         "schedule": question.name,
         "pp": pp,
         "vpp": chunks // pp if chunks % pp == 0 else None,
         "microbatches": table.micro_batches,
         "makespan": timeline.makespan,
+        "lower_bound": lower_bound(routes(table), timeline.times, room),
         "bubble": timeline.bubble,
         "busy": list(timeline.busy),
         "peak_activations": list(timeline.peak_activations),
@@ -353,15 +342,15 @@ def _page(given: Mapping[str, Any], answer: dict[str, Any], timeline: Timeline) 
 
     from plait.schedules.draw import drawing
 
-    table, bubble = timeline.table, answer["bubble"]
+    table, bubble, makespan = timeline.table, answer["bubble"], timeline.makespan
     console = Console(highlight=False)
     colour = console.color_system is not None and not console.no_color
     vpp = answer["vpp"] or 1
     parts = [
         f"[bold]{escape(answer['schedule'])}[/]",
-        f"{answer['pp']} ranks" + (f" x {vpp} chunks" if vpp > 1 else ""),
-        f"{answer['microbatches']} micro batches",
-        f"makespan [bold]{answer['makespan']:.6g}[/]",
+        _many(answer["pp"], "rank") + (f" x {vpp} chunks" if vpp > 1 else ""),
+        _many(answer["microbatches"], "micro batch", "es"),
+        f"makespan [bold]{makespan:.6g}[/]" + _above(makespan, answer["lower_bound"]),
         f"bubble [bold]{bubble['step_total']:.1%}[/] of the step "
         f"({bubble['step_ideal']:.1%} of ideal), {bubble['span_total']:.1%} of a rank's own span",
         f"peak [bold]{max(answer['peak_activations']):.4g}[/] micro batches",
@@ -381,6 +370,17 @@ def _page(given: Mapping[str, Any], answer: dict[str, Any], timeline: Timeline) 
             for finding in check(table, cap=answer["cap"]):
                 console.print(f"  {escape(finding.line())}")
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _above(makespan: float, bound: float) -> str:
+    """How far the makespan is from what is possible at all."""
+    if makespan <= bound * (1 + 1e-9):
+        return " (no order is shorter)"
+    return f" ({makespan / bound - 1:.1%} above the bound {bound:.6g})"
+
+
+def _many(n: int, noun: str, plural: str = "s") -> str:
+    return f"{n} {noun}" + (plural if n > 1 else "")
 
 
 def _ranks(timeline: Timeline):

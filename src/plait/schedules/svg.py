@@ -2,6 +2,7 @@
 reader's system is."""
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 from xml.sax.saxutils import escape, quoteattr
 
 from plait.schedules.draw import KINDS, shades
@@ -25,7 +26,7 @@ _COLOURS = {
     "rest": ("#edf0f3", "#242a33"),
     "line": ("#b7c0cb", "#46505d"),
 }
-_ROW, _LEFT, _TOP = 24, 62, 74
+_ROW, _LEFT, _BESIDE, _TOP = 24, 62, 128, 68
 #: Pixels: of the width of the timeline at most, where cells need not shrink below one of them;
 #: of a character.
 _WIDEST, _LEAST, _CHARACTER = 1100, 1.5, 6.2
@@ -35,21 +36,31 @@ def svg(table: Table, timeline: Timeline, title: str | None = None) -> str:
     """The timeline of a table: a row a rank with its idle share and its peak activations."""
     spans = [list(rank) for rank in timeline.spans]
     lengths = [end - start for rank in spans for _, start, end in rank if end > start]
-    shortest = min(lengths, default=1.0)
+    # A few actions that are very short do not make the page wide.
+    shortest = max(min(lengths), median(lengths) / 4) if lengths else 1.0
     makespan = timeline.makespan or 1.0
     digits = len(str(table.micro_batches - 1))
-    # Wide enough for the number of a micro batch, unless the page gets too wide.
-    scale = max(min((digits * _CHARACTER + 7) / shortest, _WIDEST / makespan), _LEAST / shortest)
     shade = shades(table)
+    used = {
+        (action.kind, shade(rank, action) % len(_INKS))
+        for rank, actions in enumerate(table.ranks)
+        for action in actions
+    }
+    legend, legend_right = _legend(table, sorted(used, key=_order))
+    # Wide enough for the number of a micro batch, unless the page gets too wide.
+    scale = max(
+        min((digits * _CHARACTER + 7) / shortest, _WIDEST / makespan),
+        _LEAST / shortest,
+        (legend_right - _LEFT - _BESIDE) / makespan,
+    )
     title = title or f"{table.name}, {len(spans)} ranks, {table.micro_batches} micro batches"
-    parts, used = [], set()
+    parts = []
     for rank, row in enumerate(spans):
         y = _TOP + _ROW * rank
         rest = f'<rect class="rest" x="{_LEFT}" y="{y + 1}" width="{makespan * scale:.2f}" '
         parts += [f'{rest}height="{_ROW - 2}"/>', _text(_LEFT - 8, y + 16, f"rank {rank}", "end")]
         for action, start, end in row:
             tone = shade(rank, action) % len(_INKS)
-            used.add((action.kind, tone))
             x, w = _LEFT + start * scale, (end - start) * scale
             gap = 0.6 if w > 3 else 0
             parts.append(
@@ -63,8 +74,7 @@ def svg(table: Table, timeline: Timeline, title: str | None = None) -> str:
     bottom = _TOP + _ROW * len(spans)
     parts += _columns(table, timeline, right)
     parts += _axis(makespan, scale, bottom)
-    legend, legend_right = _legend(table, sorted(used, key=_order))
-    width = round(max(right + 128, legend_right, _LEFT + 8 * len(title)))
+    width = round(max(right + _BESIDE, _LEFT + 8 * len(title)))
     return _page(width, bottom + 30, title, [*legend, *parts], used)
 
 
@@ -78,13 +88,13 @@ def _text(x: float, y: float, text: str, at: str = "start", role: str = "ink") -
 
 def _columns(table: Table, timeline: Timeline, right: float) -> Iterable[str]:
     """Beside each rank: how long it idles, and how much it holds."""
-    yield _text(right + 58, _TOP - 6, "idle", "end", "faint")
-    yield _text(right + 112, _TOP - 6, "peak", "end", "faint")
+    yield _text(right + 60, _TOP - 6, "idle", "end", "faint")
+    yield _text(right + 114, _TOP - 6, "peak", "end", "faint")
     for rank in range(len(table.ranks)):
         y = _TOP + _ROW * rank + 16
         idle = 1 - timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0
-        yield _text(right + 58, y, f"{idle:.1%}", "end")
-        yield _text(right + 112, y, f"{timeline.peak_activations[rank]:.4g}", "end")
+        yield _text(right + 60, y, f"{idle:.1%}", "end")
+        yield _text(right + 114, y, f"{timeline.peak_activations[rank]:.4g}", "end")
 
 
 def _axis(makespan: float, scale: float, bottom: float) -> Iterable[str]:
