@@ -35,6 +35,7 @@ start: the i-th F starts i times the shortest F after the first, and likewise th
 released one W (the shortest) apart. These two losses are at different times, for the rank's work is
 longer than both together.
     K (makespan - head) >= sum of n(c) (trip(c) + W(c)) + (K (K - 1) / 2) (shortest F + shortest W)
+That holds for anything above K too; it is the strongest at K or at all that pass the rank.
 """
 
 from collections import Counter
@@ -99,7 +100,7 @@ def _visits(homes: Sequence[int], many: int, times: Times) -> Iterator[_Visit]:
 
 def _rank_bound(mine: list[_Visit], room: float) -> float:
     passes = sum(v.many for v in mine)
-    k = min(int(room + 1e-9), passes)
+    k = int(min(room + 1e-9, passes))
     if k < 1:
         return inf
     work = sum(v.many * (v.f + v.i + v.w) for v in mine)
@@ -109,12 +110,12 @@ def _rank_bound(mine: list[_Visit], room: float) -> float:
     end = min(v.tail for v in mine) - _longest(k, ((v.w, v.many) for v in mine))
     last = min(v.trip - v.f + v.w for v in mine) - _longest(k, ((v.i + v.w, v.many) for v in mine))
     held = sum(v.many * (v.trip + v.w) for v in mine)
-    ramps = k * (k - 1) / 2 * (min(v.f for v in mine) + min(v.w for v in mine))
+    ramp = min(v.f for v in mine) + min(v.w for v in mine)
     return max(
         begin + work,
         begin + work + end,
         (begin if k < passes else head) + work + last,
-        head + (held + ramps) / k,
+        *(head + held / n + ramp * (n - 1) / 2 for n in (k, passes)),
     )
 
 

@@ -85,10 +85,10 @@ def greedy_tables(
 class _Greedy:
     """The state of one run: time passes from event to event (a rank is free, a message is there).
 
-    That the cap never makes ranks wait in a circle: a rank begins an F only if it leaves room for
-    what the oldest micro batch that it has not finished still has to begin there. So the oldest
-    micro batch of all can always go on; once it is finished there is room for the whole of the
-    next.
+    That the cap never makes ranks wait in a circle: a rank begins an F only if its micro batches
+    can still end one after the other, the oldest first: there is room for what the oldest still has
+    to begin, with what it then releases for what the next has to begin, and so on (Dijkstra's
+    banker). So the oldest micro batch of all can always go on, on every rank.
     """
 
     def __init__(
@@ -162,9 +162,15 @@ class _Greedy:
         rank = self.homes[chunk]
         if self.next["F"][chunk] - self.next["I"][chunk] >= self.limit[chunk]:
             return False
-        old = self.oldest[rank]
-        owed = self.vpp - self.begun[rank][old] - (micro == old)
-        return self.room[rank] >= 1 + owed
+        free, begun, ended = self.room[rank] - 1, self.begun[rank], self.ended[rank]
+        for old in range(self.oldest[rank], micro + 1):
+            if free >= self.vpp:
+                break
+            mine = begun[old] + (old == micro)
+            if free < self.vpp - mine:
+                return False
+            free += mine - ended[old]
+        return free >= 0
 
     def _do(self, rank: int, now: float, kind: str, chunk: int, micro: int) -> None:
         self.programs[rank].append(Action(kind, chunk, micro))
