@@ -146,6 +146,12 @@ class TrafficLedger:
             before.wire_bytes + count * wire_bytes(collective, bytes, size),
         )
 
+    def of_stage(self, stage: int) -> "TrafficLedger":
+        """What a rank of one stage sends."""
+        result = TrafficLedger()
+        result.entries = {e: a for e, a in self.entries.items() if e.stage == stage}
+        return result
+
     def rows(self, inter_node: Container[str] = ()) -> list[Traffic]:
         """The entries in order; `inter_node` names the axes that leave a fast domain."""
         return [

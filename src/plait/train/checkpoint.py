@@ -36,15 +36,27 @@ from plait.train.program import Program
 
 
 class Boxes:
-    """The boxes of one whole tensor that this rank holds."""
+    """The boxes of one whole tensor that this rank holds.
+
+    A box may be there twice (a tied table whose first and last chunk are on one rank): one is
+    saved or filled, the other follows (`settle`).
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
         self.shape, self.dtype = torch.Size(shape), dtype
         self.boxes: dict[torch.Size, Tensor] = {}
+        self.copies: list[tuple[Tensor, Tensor]] = []
 
     def add(self, offset: tuple[int, ...], values: Tensor) -> None:
         """values: the box at `offset`, a view of the memory that is saved or filled."""
-        self.boxes[torch.Size(offset)] = values
+        first = self.boxes.setdefault(torch.Size(offset), values)
+        if first is not values:
+            self.copies.append((values, first))
+
+    def settle(self) -> None:
+        """After reading: what is there twice is the same twice."""
+        for copy, first in self.copies:
+            copy.copy_(first)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
@@ -179,6 +191,9 @@ def load(program: Program, folder: Path) -> dict[str, Any]:
         alone = program.mesh.layout.world == 1
         with _quiet():
             dcp.load(state, checkpoint_id=folder, planner=_Load(), no_dist=alone)
+        with torch.no_grad():
+            for boxes in state.values():
+                boxes.settle()
     except UserError:
         raise
     except (Exception, CheckpointException) as e:

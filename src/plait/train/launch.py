@@ -1,9 +1,7 @@
 """Starts the ranks of a run, or joins those that torchrun or SLURM started, and says how it ended.
 
 Above everything else a run ends well: one line says which rank stopped, in which step and why, and
-no process stays behind. A rank therefore writes down what ended it (`Outcome`) before it goes; a
-rank that was killed cannot, and is known by that. The number of the step that a rank is in lies in
-memory that it shares with the launcher, so it is known of a rank that was killed, too.
+no process stays behind (`train.outcome`).
 
 torch is imported late: the server from which ranks are forked imports it at the same time as the
 launcher does, and both must find OMP_NUM_THREADS set.
@@ -13,18 +11,15 @@ import faulthandler
 import json
 import logging
 import math
-import mmap
 import multiprocessing
 import os
 import pickle
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -35,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
 from plait.spec.saved import claimed, folder_of
+from plait.train.outcome import NOTE, RunFailed, debugging, outcome_of, shared, verdict, when
 from plait.train.place import Place, joined
 
 if TYPE_CHECKING:
@@ -49,10 +45,6 @@ Work = Callable[[Job, "World", "Metrics"], Any]
 PATIENCE = 5.0
 
 
-class RunFailed(Exception):
-    """The run cannot go on (a loss that is no number, say); the message is one line."""
-
-
 @dataclass(frozen=True)
 class World:
     """One rank's place among all ranks.
@@ -63,6 +55,7 @@ class World:
         device: where it computes.
         backend: "nccl" or "gloo".
         steps: [world_size] int64, the step that each rank is in, shared with the launcher.
+        doing: [world_size * NOTE] bytes, what each rank is at, shared with the launcher.
     """
 
     rank: int
@@ -71,29 +64,16 @@ class World:
     device: "torch.device"
     backend: str
     steps: memoryview
+    doing: memoryview
 
     def at_step(self, step: int) -> None:
         """Notes that this rank begins a step, for the case that it does not come out of it."""
         self.steps[self.rank] = step
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a rank ended, in its own words.
-
-    Attributes:
-        seconds: when, on a clock that all ranks of a machine share.
-        step: in which step, -1 before the first.
-        kind: "question" (a UserError, findings), "failed" (RunFailed), "lost" (a peer went away)
-            or "raised" (anything else).
-    """
-
-    rank: int
-    seconds: float
-    step: int
-    kind: str
-    message: str = ""
-    findings: tuple[Finding, ...] = ()
+    def note(self, doing: str) -> None:
+        """Notes what this rank is at, or what it waits for, for the same case."""
+        start = self.rank * NOTE
+        self.doing[start : start + NOTE] = doing.encode()[:NOTE].ljust(NOTE)
 
 
 def run(job: Job, as_json: bool = False, work: Work | None = None) -> int:
@@ -153,7 +133,7 @@ def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // ranks))
     with tempfile.TemporaryDirectory(prefix="plait-") as name, _environment(threads):
         folder = Path(name)
-        steps = _shared_steps(folder, ranks)
+        steps, doing = shared(folder, ranks)
         _warm_server(work)
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -181,7 +161,7 @@ def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
             raise _Ended(128 + int(e.sigval)) from None
         except ChildFailedError as e:
             rank, failure = e.get_first_failure()
-            raise verdict(folder, rank, failure.exitcode, steps) from None
+            raise verdict(folder, rank, failure.exitcode, steps, doing) from None
         finally:
             _show_cursor()
         return results[0]
@@ -234,7 +214,7 @@ def _alone_with_the_ranks() -> Iterator[None]:
     names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {name: signal.getsignal(name) for name in names}
     loud = logging.root.manager.disable
-    if not _debugging():
+    if not debugging():
         logging.disable(logging.CRITICAL)
     try:
         yield
@@ -245,63 +225,10 @@ def _alone_with_the_ranks() -> Iterator[None]:
                 signal.signal(name, handler)
 
 
-def _debugging() -> bool:
-    return os.environ.get("PLAIT_DEBUG") == "1"
-
-
 def _show_cursor() -> None:
     """A rank that was killed may have left a terminal without a cursor."""
     if sys.stderr.isatty():
         print("\x1b[?25h", end="", file=sys.stderr, flush=True)
-
-
-def _shared_steps(folder: Path, ranks: int, create: bool = True) -> memoryview:
-    """The ranks' current steps, int64 [ranks], in a file that all of them map."""
-    path = folder / "steps"
-    if create:
-        path.write_bytes((-1).to_bytes(8, sys.byteorder, signed=True) * ranks)
-    with open(path, "r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), 8 * ranks)).cast("q")
-
-
-def verdict(folder: Path, rank: int, exitcode: int, steps: memoryview) -> Exception:
-    """What ended a run: `rank` was found dead first, and the ranks' own words lie in a folder.
-
-    A rank that went without a word was killed, which explains all that the others say. Otherwise
-    the first to speak is the cause, for the others lost it.
-    """
-    said = [pickle.loads(p.read_bytes()) for p in sorted(folder.glob("rank*.outcome"))]
-    asked = [o for o in said if o.kind == "question"]
-    if asked:
-        return UserError(min(asked, key=lambda o: o.rank).findings)
-    failed = [o for o in said if o.kind == "failed"]
-    if failed:
-        return RunFailed(min(failed, key=lambda o: o.rank).message)
-    if rank not in {o.rank for o in said}:
-        return RunFailed(f"rank {rank} died {_when(steps[rank])}: {_exit_reason(exitcode)}")
-    first = min(said, key=lambda o: (o.kind == "lost", o.seconds))
-    silent = sorted(set(range(len(steps))) - {o.rank for o in said})
-    if first.kind == "lost" and silent:
-        names = ", ".join(map(str, silent))
-        who = f"rank {names}" if len(silent) == 1 else f"ranks {names}"
-        step = _when(min(steps[r] for r in silent))
-        return RunFailed(f"{who} no longer answered {step}: {first.message}")
-    return RunFailed(f"rank {first.rank} died {_when(first.step)}: {first.message}")
-
-
-def _when(step: int) -> str:
-    return "before its first step" if step < 0 else f"in step {step}"
-
-
-def _exit_reason(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"it exited with code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    hint = " (as the system does when memory runs out)" if -exitcode == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
 
 
 # ------------------------------------------------------------------------------------------
@@ -318,11 +245,11 @@ def _rank(job: Job, folder: Path, threads: int, as_json: bool, work: Work | None
     threading.Thread(target=_end_with_the_launcher, args=(folder,), daemon=True).start()
     torch.set_num_threads(threads)
     place = joined(os.environ)
-    steps = _shared_steps(folder, place.world_size, create=False)
+    steps, doing = shared(folder, place.world_size, create=False)
     try:
-        return _work(job, place, steps, as_json, work)
+        return _work(job, place, steps, doing, as_json, work)
     except BaseException as e:
-        outcome = _outcome(e, place.rank, steps[place.rank])
+        outcome = outcome_of(e, place.rank, steps[place.rank])
         draft = folder / f"rank{place.rank}.draft"
         draft.write_bytes(pickle.dumps(outcome))
         draft.rename(folder / f"rank{place.rank}.outcome")
@@ -351,21 +278,31 @@ def _join(job: Job, place: Place, as_json: bool, work: Work | None) -> Any:
         raise UserError([error("ranks", place.world_size, message, job.layout.world)])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     steps = memoryview(bytearray(b"\xff" * 8 * place.world_size)).cast("q")
+    doing = memoryview(bytearray(NOTE * place.world_size))
     try:
-        return _work(job, place, steps, as_json, work)
+        return _work(job, place, steps, doing, as_json, work)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:
-        outcome = _outcome(e, place.rank, steps[place.rank])
+        outcome = outcome_of(e, place.rank, steps[place.rank])
         if not _first_to_speak(place):
+            if outcome.kind == "lost" and job.layout.pp > 1:
+                print(f"rank {place.rank}: {outcome.message}", file=sys.stderr, flush=True)
             raise _Ended(2 if outcome.kind == "question" else 1) from None
         if isinstance(e, UserError | RunFailed):
             raise
-        why = f"rank {place.rank} stopped {_when(outcome.step)}: {outcome.message}"
+        why = f"rank {place.rank} stopped {when(outcome.step)}: {outcome.message}"
         raise RunFailed(why) from None
 
 
-def _work(job: Job, place: Place, steps: memoryview, as_json: bool, work: Work | None) -> Any:
+def _work(
+    job: Job,
+    place: Place,
+    steps: memoryview,
+    doing: memoryview,
+    as_json: bool,
+    work: Work | None,
+) -> Any:
     """Meets the other ranks, does the work, parts. The result on rank 0, None on others."""
     import torch.distributed as dist
 
@@ -375,7 +312,7 @@ def _work(job: Job, place: Place, steps: memoryview, as_json: bool, work: Work |
         from plait.train.trainer import train as work
     device, backend = _device(place)
     job = resolve_dtype(job, device)
-    world = World(place.rank, place.world_size, place.local_rank, device, backend, steps)
+    world = World(place.rank, place.world_size, place.local_rank, device, backend, steps, doing)
     if place.rank == 0:
         ranks = "1 rank" if place.world_size == 1 else f"{place.world_size} ranks"
         kind = "CPU" if device.type == "cpu" else "GPU"
@@ -452,26 +389,3 @@ def _first_to_speak(place: Place) -> bool:
         return first
     except Exception:
         return place.rank <= 1
-
-
-def _outcome(e: BaseException, rank: int, step: int) -> Outcome:
-    """What a rank says of the exception that ends it."""
-    now = time.monotonic()
-    if isinstance(e, UserError):
-        return Outcome(rank, now, step, "question", findings=e.findings)
-    if isinstance(e, RunFailed):
-        return Outcome(rank, now, step, "failed", str(e))
-    import torch.distributed as dist
-
-    text = (str(e).strip().splitlines() or [""])[0]
-    lost = isinstance(e, dist.DistError) or "gloo" in text or "NCCL" in text
-    if lost:
-        text = re.sub(r"^\[[^\]]*\] *", "", text).partition(". ")[
-            0
-        ]  # "[pair.cc:538] Connection ..."
-        return Outcome(rank, now, step, "lost", f"rank {rank} lost the others ({text})")
-    if _debugging():
-        traceback.print_exception(e)
-    frames = traceback.extract_tb(e.__traceback__)
-    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return Outcome(rank, now, step, "raised", f"{type(e).__name__}: {text}{at}")

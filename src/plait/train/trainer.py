@@ -24,8 +24,9 @@ from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
 from plait.train import checkpoint
 from plait.train.data import Corpus
-from plait.train.launch import RunFailed, World
+from plait.train.launch import World
 from plait.train.metrics import Metrics, Share, readable
+from plait.train.outcome import RunFailed
 from plait.train.program import MicroBatch, Program
 from plait.train.schedule import learning_rate
 
@@ -99,6 +100,8 @@ def train(job: Job, world: World, report: Metrics) -> Result:
     corpus, folder = Corpus.of(job), folder_of(job)
     resumed = find(job.checkpoint.resume) if job.checkpoint.resume else None
     mesh = make_mesh(job.layout, job.model, world.rank, world.device.type)
+    if job.layout.pp > 1:
+        mesh.scope.note = world.note
     program = Program(job, mesh, str(world.device))
     about = {"step": 0}
     if resumed:
@@ -201,11 +204,12 @@ class _Watch:
     def gather(self) -> list[tuple[dict[str, int], list[dict[str, Any]], list[str]]]:
         """Of every rank: memory by class, traffic entries, and where they were not predicted."""
         peak = max(self.tracker.rows(), key=lambda row: row["total"])
-        ledger = self.recorder.ledger
+        job, ledger = self.program.job, self.recorder.ledger
+        predicted = traffic(job).of_stage(self.program.mesh.coordinate["pp"])
         mine = (
             {name: peak[name] for name in MEMORY_CLASSES if peak[name]},
             [asdict(row) for row in ledger.rows()],
-            differences(traffic(self.program.job), ledger),
+            differences(predicted, ledger),
         )
         everyone: list[Any] = [mine] * self.world.world_size
         if self.world.world_size > 1:
