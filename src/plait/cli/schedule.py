@@ -2,12 +2,12 @@
 
 import json
 import os
-import tempfile
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from itertools import product
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,23 @@ class Question:
         more = {"vpp": self.vpp, "group": self.group, "times": times, "cap": self.cap}
         table = build(self.name, self.pp, self.micro_batches, **more)
         return table, self._lasting(table.chunks)
+
+    def best_named(self) -> Timeline | None:
+        """The shortest of the named schedules that keep the cap, which "auto" is held against."""
+        found = []
+        for (name, schedule), vpp in product(
+            SCHEDULES.items(), (self.vpp,) if self.vpp else (1, 2)
+        ):
+            # Two copies of the model are not the chunks that were asked for.
+            other = name == "auto" or (schedule.placement == "both" and self.vpp is not None)
+            if other or problems(name, self.pp, self.micro_batches, vpp=vpp):
+                continue
+            times = self._lasting(self.pp * vpp)
+            more = {"vpp": vpp, "times": times, "cap": self.cap}
+            table = build(name, self.pp, self.micro_batches, **more)
+            if self.cap is None or not check(table, cap=self.cap):
+                found.append(simulate(table, times))
+        return min(found, key=lambda timeline: timeline.makespan, default=None)
 
     def _lasting(self, chunks: int) -> Times:
         parts = (self.times[kind] for kind in _KINDS)
@@ -258,9 +275,11 @@ def _outputs(given: Mapping[str, Any]) -> Iterator[Finding]:
     for key in _FILES:
         if key not in given:
             continue
-        path = Path(given[key]).absolute()
-        if not given[key] or path.is_dir():
-            yield error(key, given[key], "not a file" if given[key] else "a file must be named")
+        path = Path(given[key]).resolve()
+        if not given[key]:
+            yield error(key, given[key], "a file must be named")
+        elif path.exists() and not path.is_file():
+            yield error(key, given[key], "is there, and no file")
         elif not path.parent.is_dir():
             yield error(key, given[key], f"there is no folder {path.parent}")
         elif not os.access(path.parent, os.W_OK):
@@ -281,32 +300,21 @@ def _write(given: Mapping[str, Any], timeline: Timeline) -> None:
         "trace": lambda path: path.write_text(trace(table, timeline), "utf-8"),
         "csv": partial(write_table, table),
     }
-    ready: list[tuple[str, Path]] = []
-    asked = [key for key in _FILES if key in given]
+    ready: list[tuple[Path, Path]] = []
     key = ""
     try:
-        for key in asked:
-            handle, name = tempfile.mkstemp(
-                dir=Path(given[key]).absolute().parent, prefix=".plait-"
-            )
-            os.close(handle)
-            ready.append((key, Path(name)))
-            writers[key](Path(name))
-            os.chmod(name, 0o666 & ~_umask())
-        for key, path in ready:
-            path.replace(given[key])
+        for key in (key for key in _FILES if key in given):
+            path = Path(given[key]).resolve()
+            part = path.with_name(f".{path.name}.{os.getpid()}.part")
+            ready.append((part, path))
+            writers[key](part)
+        for part, path in ready:
+            part.replace(path)
     except OSError as problem:
         raise UserError([error(key, given[key], problem.strerror or str(problem))]) from None
     finally:
-        for _, path in ready:
-            path.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    """What new files may not be; it cannot be read without being set."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        for part, _ in ready:
+            part.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------
@@ -317,8 +325,8 @@ def _answer(question: Question, timeline: Timeline) -> dict[str, Any]:
     table = timeline.table
     over = check(table, cap=question.cap) if question.cap is not None else []
     # A table that passes the cap cannot be held against what the cap allows.
+    room = inf if over or question.cap is None else question.cap
     chunks, pp = table.chunks, len(table.ranks)
-    room = pp * table.micro_batches if over or question.cap is None else question.cap
     return {
         "schedule": question.name,
         "pp": pp,
@@ -331,8 +339,22 @@ def _answer(question: Question, timeline: Timeline) -> dict[str, Any]:
         "peak_activations": list(timeline.peak_activations),
         "cap": question.cap,
         "within_cap": not over,
+        **(_held_against(question.best_named(), table) if question.name == "auto" else {}),
         "actions": [[str(action) for action in actions] for actions in table.ranks],
     }
+
+
+def _held_against(named: Timeline | None, table: Table) -> dict[str, Any]:
+    """What "auto" is better than, and whether it is just that."""
+    if named is None:
+        return {"best_named": None, "chosen": "search"}
+    best = {
+        "schedule": named.table.name,
+        "vpp": named.table.chunks // len(named.table.ranks),
+        "makespan": named.makespan,
+    }
+    same = named.table.ranks == table.ranks
+    return {"best_named": best, "chosen": named.table.name if same else "search"}
 
 
 def _page(given: Mapping[str, Any], answer: dict[str, Any], timeline: Timeline) -> str:
@@ -343,6 +365,7 @@ def _page(given: Mapping[str, Any], answer: dict[str, Any], timeline: Timeline) 
     from plait.schedules.draw import drawing
 
     table, bubble, makespan = timeline.table, answer["bubble"], timeline.makespan
+    peak = max(timeline.peak_activations)
     console = Console(highlight=False)
     colour = console.color_system is not None and not console.no_color
     vpp = answer["vpp"] or 1
@@ -353,8 +376,11 @@ def _page(given: Mapping[str, Any], answer: dict[str, Any], timeline: Timeline) 
         f"makespan [bold]{makespan:.6g}[/]" + _above(makespan, answer["lower_bound"]),
         f"bubble [bold]{bubble['step_total']:.1%}[/] of the step "
         f"({bubble['step_ideal']:.1%} of ideal), {bubble['span_total']:.1%} of a rank's own span",
-        f"peak [bold]{max(answer['peak_activations']):.4g}[/] micro batches",
+        f"peak [bold]{peak:.4g}[/] micro batch" + "es" * (peak != 1),
     ]
+    if best := answer.get("best_named"):
+        name = best["schedule"] + (f" x {best['vpp']} chunks" if best["vpp"] > 1 else "")
+        parts.append(f"best named {name}, {best['makespan']:.6g}")
     with console.capture() as capture:
         console.print()
         console.print(" · ".join(part.replace(" ", "\u00a0") for part in parts))

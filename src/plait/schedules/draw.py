@@ -167,5 +167,5 @@ def _legend(table: Table, whole: bool) -> "Text":
     if any(s for _, s in seen):
         twice = len({rank for (chunk, _), rank in table.place.items() if chunk == 0}) > 1
         what = "the second copy of the model" if twice else "a rank's further chunks"
-        text.append(f"; lower case: {what}", "dim")
+        text.append(f"\n  lower case: {what}", "dim")
     return text
