@@ -1,7 +1,7 @@
 """The layouts that the parity tests go through: all legal ones, and a sample with every pair.
 
-A case is a point in a space of choices. An axis of the space is a name and its values; later
-strategies add axes. `legal` says which points are layouts at all.
+A case is a point in a space of choices. An axis of the space is a name and its values. `legal`
+says which points are layouts at all.
 """
 
 import itertools
@@ -11,9 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from harness import Case
+from plait.schedules.build import problems
+from plait.schedules.job import split_name
 from plait.spec.job import Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model, RopeScaling
+from plait.spec.schedule import SCHEDULES
 
 SEQ = 16
 
@@ -41,7 +44,11 @@ MODELS = {
     ),
 }
 
-SPACE: dict[str, Sequence[Any]] = {
+Space = dict[str, Sequence[Any]]
+Point = dict[str, Any]
+
+#: Layouts without a pipeline.
+SPACE: Space = {
     "world": (1, 2, 4, 8),
     "tp": (1, 2, 4, 8),
     "dp_replicate": (1, 2, 4, 8),
@@ -53,22 +60,44 @@ SPACE: dict[str, Sequence[Any]] = {
     "kv_heads": (8, 2, 1),
     "model": tuple(MODELS),
     "bucket_mib": (25.0, 0.005),
-    # Of one value here: what `UNEVEN` gives others to.
+    # Of one value here: what `UNEVEN` and `PIPELINES` give others to.
     "heads": (8,),
     "global_batch": (16,),
+    "pp": (1,),
+    "vpp": (1,),
+    "schedule": ("1f1b",),
+    "stages": ("even",),
+    "check": (False,),
 }
 
-_TURNS = ("model", "bucket_mib")
-
-Point = dict[str, Any]
+#: Layouts with a pipeline; every micro batch is one sample. Accumulations are below pp, equal to
+#: it, above, and odd. Stages: as even as can be; "bare", the first chunk the embedding alone and
+#: the last the head; "heavy", most layers in the first. With `check` the ranks compare what they
+#: are about to send.
+PIPELINES: Space = SPACE | {
+    "world": (2, 4, 8),
+    "tp": (1, 2),
+    "dp_replicate": (1, 2, 4),
+    "accumulation": (1, 2, 3, 4, 8, 9),
+    "global_batch": (None,),
+    "pp": (2, 4),
+    "vpp": (1, 2, 3),
+    "schedule": (*SCHEDULES, "interleaved-1f1b:5"),
+    "stages": ("even", "bare", "heavy"),
+    "check": (False, True),
+}
 
 
 def legal(point: Point) -> bool:
     """Whether a point is a layout (and not the same as another one)."""
-    world, tp = point["world"], point["tp"]
-    if world % tp or (point["sequence_parallel"] and tp == 1):
+    world, tp, pp = point["world"], point["tp"], point["pp"]
+    if world % (tp * pp) or (point["sequence_parallel"] and tp == 1):
         return False
-    dp = world // tp
+    if pp > 1:
+        schedule, group = split_name(point["schedule"])
+        if problems(schedule, pp, point["accumulation"], point["vpp"], group):
+            return False
+    dp = world // tp // pp
     if point["zero"] == 0:
         return point["dp_replicate"] == dp
     return dp % point["dp_replicate"] == 0
@@ -76,12 +105,23 @@ def legal(point: Point) -> bool:
 
 def case(point: Point) -> Case:
     """The case of a legal point."""
+    pp, chunks, micro = point["pp"], point["pp"] * point["vpp"], 1
     given = {key: point[key] for key in ("heads", "kv_heads", "tied")}
     model = replace(MODELS[point["model"]], name=point["model"], **given)
-    fields = ("tp", "dp_replicate", "zero", "sequence_parallel", "recompute")
-    dp = point["world"] // point["tp"]
-    micro = point["global_batch"] // dp // point["accumulation"]
-    layout = Layout.fill(point["world"], micro_batch=micro, **{f: point[f] for f in fields})
+    fields = ("tp", "pp", "dp_replicate", "zero", "sequence_parallel", "recompute")
+    told = {f: point[f] for f in fields}
+    if pp > 1:
+        stages = {
+            "even": None,
+            "bare": (0, *(1,) * (chunks - 2), 0 if chunks > 2 else 2),
+            "heavy": (2, *(1,) * (chunks - 1)),
+        }[point["stages"]]
+        model = replace(model, layers=sum(stages) if stages else chunks)
+        told |= {"vpp": point["vpp"], "schedule": point["schedule"], "stages": stages}
+    if point["global_batch"] is not None:
+        dp = point["world"] // point["tp"] // pp
+        micro = point["global_batch"] // dp // point["accumulation"]
+    layout = Layout.fill(point["world"], micro_batch=micro, **told)
     train = Train(bucket_mib=point["bucket_mib"])
     return Case(model, layout, point["accumulation"], SEQ, train)
 
@@ -121,17 +161,24 @@ UNEVEN: list[Point] = [
 
 
 def name(point: Point) -> str:
-    return "-".join(f"{key}={value}" for key, value in point.items())
+    """What a point chooses where there is a choice."""
+    space = PIPELINES if point["pp"] > 1 else SPACE
+    shown = {k: v for k, v in point.items() if len(space[k]) > 1 or v != space[k][0]}
+    return "-".join(f"{key}={value}" for key, value in shown.items())
 
 
-def all_points() -> Iterator[Point]:
-    """Every legal layout and batch; models and bucket sizes take turns over them."""
-    turns = itertools.cycle(itertools.product(*(SPACE[a] for a in _TURNS)))
-    rest = [a for a in SPACE if a not in _TURNS]
-    for values in itertools.product(*(SPACE[a] for a in rest)):
+def all_points(
+    space: Space = SPACE, turning: Sequence[str] = ("model", "bucket_mib")
+) -> Iterator[Point]:
+    """Every legal layout and batch; the choices of the axes `turning` take turns over them."""
+    turns = list(itertools.product(*(space[a] for a in turning)))
+    random.Random(0).shuffle(turns)
+    turn = itertools.cycle(turns)
+    rest = [a for a in space if a not in turning]
+    for values in itertools.product(*(space[a] for a in rest)):
         point = dict(zip(rest, values, strict=True))
         if legal(point):
-            yield point | dict(zip(_TURNS, next(turns), strict=True))
+            yield point | dict(zip(turning, next(turn), strict=True))
 
 
 def pairs(point: Point) -> set[tuple]:
@@ -139,29 +186,29 @@ def pairs(point: Point) -> set[tuple]:
     return set(itertools.combinations(sorted(point.items(), key=lambda kv: kv[0]), 2))
 
 
-def random_point(rng: random.Random, **fixed: Any) -> Point:
+def random_point(rng: random.Random, space: Space = SPACE, **fixed: Any) -> Point:
     """A random legal point with some choices fixed; raises LookupError if there seems none."""
     for _ in range(2000):
-        point = {key: fixed.get(key, rng.choice(values)) for key, values in SPACE.items()}
+        point = {key: fixed.get(key, rng.choice(values)) for key, values in space.items()}
         if legal(point):
             return point
     raise LookupError(fixed)
 
 
-def sample(seed: int = 0) -> list[Point]:
+def sample(space: Space = SPACE, seed: int = 0) -> list[Point]:
     """Legal points that together hold every pair of choices that any legal point holds.
 
     Greedy: for a pair that is still missing, the best of some random points that have it. Smaller
     worlds are preferred where they do as well, since they are faster.
     """
     rng = random.Random(seed)
-    axes = list(itertools.combinations(sorted(SPACE), 2))
-    missing = {((a, x), (b, y)) for a, b in axes for x in SPACE[a] for y in SPACE[b]}
+    axes = list(itertools.combinations(sorted(space), 2))
+    missing = {((a, x), (b, y)) for a, b in axes for x in space[a] for y in space[b]}
     chosen = []
     while missing:
         (a, x), (b, y) = min(missing, key=repr)
         try:
-            candidates = [random_point(rng, **{a: x, b: y}) for _ in range(30)]
+            candidates = [random_point(rng, space, **{a: x, b: y}) for _ in range(30)]
         except LookupError:
             missing.discard(((a, x), (b, y)))
             continue

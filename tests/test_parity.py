@@ -7,30 +7,42 @@ from functools import cache
 import pytest
 
 import cases
-from harness import Trace, compare, on_rank, one_process
+from harness import Case, Trace, compare, on_rank, one_process
+from plait import rules
+from plait.schedules.job import table_of
+from plait.spec.layout import Layout
+from plait.spec.model import Model
 from ranks import RankFailed, run_ranks
 
 SAMPLE = cases.sample()
+PIPELINES = cases.sample(cases.PIPELINES)
 
 
 @cache
-def _oracle(choices: tuple[tuple[str, object], ...]) -> Trace:
-    point = {key: values[0] for key, values in cases.SPACE.items()}
-    return one_process(cases.case(point | dict(choices)).job)
+def _oracle(model: Model, batch: int) -> Trace:
+    return one_process(Case(model, Layout.fill(1, micro_batch=batch)).job)
 
 
 def oracle(point: cases.Point) -> Trace:
     """What the point's model and batch give in one process."""
-    choices = ("model", "heads", "kv_heads", "tied", "global_batch")
-    return _oracle(tuple((key, point[key]) for key in choices))
+    job = cases.case(point).job
+    return _oracle(job.model, job.train.global_batch)
 
 
 def check(point: cases.Point) -> None:
-    compare(run_ranks(point["world"], on_rank, cases.case(point).job), oracle(point))
+    job = cases.case(point).job
+    if point["pp"] > 1:
+        table_of(job)  # searched for once, here, and not by each rank
+    compare(run_ranks(point["world"], on_rank, job, point["check"]), oracle(point))
 
 
 @pytest.mark.parametrize("point", SAMPLE, ids=cases.name)
 def test_layout_equals_one_process(point):
+    check(point)
+
+
+@pytest.mark.parametrize("point", PIPELINES, ids=cases.name)
+def test_pipeline_equals_one_process(point):
     check(point)
 
 
@@ -40,16 +52,33 @@ def test_uneven_layout_equals_one_process(point):
     check(point)
 
 
-def test_the_sample_holds_every_pair():
-    held = set().union(*map(cases.pairs, SAMPLE))
+@pytest.mark.parametrize(("space", "sample"), [(cases.SPACE, SAMPLE), (cases.PIPELINES, PIPELINES)])
+def test_the_sample_holds_every_pair(space, sample):
+    held = set().union(*map(cases.pairs, sample))
     rng = random.Random(1)
     for _ in range(3000):
-        assert cases.pairs(cases.random_point(rng)) <= held
+        assert cases.pairs(cases.random_point(rng, space)) <= held
+
+
+@pytest.mark.parametrize("sample", [SAMPLE, PIPELINES])
+def test_the_rules_allow_what_is_tried(sample):
+    for point in sample:
+        found = rules.check(cases.case(point).job, "explain")
+        assert [f.line() for f in found if f.level == "error"] == [], cases.name(point)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("point", list(cases.all_points()), ids=cases.name)
 def test_every_layout_equals_one_process(point):
+    check(point)
+
+
+_TURNING = ("model", "bucket_mib", "kv_heads", "tied", "recompute", "check", "stages")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("point", list(cases.all_points(cases.PIPELINES, _TURNING)), ids=cases.name)
+def test_every_pipeline_equals_one_process(point):
     check(point)
 
 
