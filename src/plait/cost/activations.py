@@ -1,4 +1,4 @@
-"""A step of one rank, tensor by tensor: what its modules take, keep for backward and drop.
+"""A chunk of the model in a step, tensor by tensor: what its modules take, keep and drop.
 
 Each method follows the code of the same name in `models/` and `parallel/` and tells a `Tape` the
 bytes; the order is that of the program, so the peaks come out where they are. c is a byte of the
@@ -6,114 +6,115 @@ compute dtype, a of an accurate one. "Keeps" is what autograd holds until the mo
 the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from plait.cost.buffers import Engine
-from plait.cost.dtypes import dtypes_of
+from plait.cost.maps import Maps
+from plait.cost.parts import Part
 from plait.cost.tape import Tape
-from plait.spec.buckets import Bucket
-from plait.spec.job import DTYPE_BYTES, Job
-from plait.spec.parameters import kv_copies
+from plait.spec.job import Job
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """Sizes of one micro batch on one rank.
+class Chunk(Maps):
+    """A chunk of the model as `parallel.pipeline` runs it: F, B, I, W of a micro batch.
 
-    Attributes:
-        c, a: bytes of a compute element and of an accurate one (at least float32).
-        seq, tokens, rows: tokens of a sample, of a micro batch, of this rank's stream.
-        hidden, q, kv, heads, kv_heads, dim, ffn, vocab: widths on this rank.
+    A chunk that does not embed is given its input, and one without the head the gradient of its
+    output: whoever gave them holds them until the backward has ended.
     """
 
-    c: int
-    a: int
-    seq: int
-    tokens: int
-    rows: int
-    hidden: int
-    q: int
-    kv: int
-    heads: int
-    kv_heads: int
-    dim: int
-    ffn: int
-    vocab: int
-
-    @staticmethod
-    def of(job: Job) -> "Shapes":
-        model, layout = job.model, job.layout
-        c, tp = DTYPE_BYTES[dtypes_of(job).compute], layout.tp
-        tokens = layout.micro_batch * job.train.seq_len
-        kv_heads = model.kv_heads * kv_copies(model, layout) // tp
-        return Shapes(
-            c=c,
-            a=max(c, 4),
-            seq=job.train.seq_len,
-            tokens=tokens,
-            rows=tokens // tp if layout.sequence_parallel else tokens,
-            hidden=model.hidden,
-            q=model.heads // tp * model.head_dim,
-            kv=kv_heads * model.head_dim,
-            heads=model.heads // tp,
-            kv_heads=kv_heads,
-            dim=model.head_dim,
-            ffn=model.ffn // tp,
-            vocab=-(-model.vocab // tp),
-        )
-
-
-class Step:
-    """A step as `train.program.Program.step` runs it."""
-
-    def __init__(self, job: Job, tape: Tape, buckets: Sequence[Bucket]):
-        self.job, self.model, self.layout = job, job.model, job.layout
-        self.s, self.tape = Shapes.of(job), tape
-        self.engine = Engine(job, tape, buckets)
-        self.numel = {e.parameter.name: e.numel for b in buckets for e in b.entries}
-        s = self.s
-        self.stream = s.c * s.rows * s.hidden  # this rank's part of the residual stream
-        self.whole = s.c * s.tokens * s.hidden  # the same of all tp ranks
-        self.tp, self.split = job.layout.tp > 1, s.rows < s.tokens
-        self.coarse = s.c < s.a
+    def __init__(self, job: Job, part: Part, split: bool):
+        super().__init__(job, part, split)
+        self.coarse = self.s.c < self.s.a
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
-        self.after = job.model.norm_at in ("output", "both")
+        self.given = False  # the gradient of the stream is somebody else's, to the end
+        self.owed = 0  # bytes of that gradient, once it has been used
 
-    def run(self) -> None:
-        """All micro batches and the optimizer."""
-        tape, engine, n = self.tape, self.engine, self.model.layers
-        full = self.layout.recompute == "full"
-        for micro in range(self.job.train.accumulation):
-            engine.begin_micro_batch(first=micro == 0)
-            tape.enter("forward", "activations")
-            self.context(tape.take)
-            engine.gather(0, 1)
-            self.embed()
-            engine.release(0)
-            for i in range(n):
-                engine.gather(i + 1, i + 2)
-                self.layer(i, keep=not full)
-                engine.release(i + 1)
-            tape.enter("loss", "logits")
-            engine.gather(n + 1)
-            self.head()
-            engine.release(n + 1)
-            engine.gather(n + 1, n)
-            self.head_backward()
-            engine.gather(n, n - 1)
+    def record(self, kind: str, accumulated: bool) -> Tape:
+        """What an action does, on a tape that begins with nothing.
+
+        F leaves the output beside what it keeps, B and I leave the gradient of the input and drop
+        the input. A W must follow an I. accumulated: gradients of a micro batch are there.
+        """
+        self.on(tape := Tape())
+        if kind == "F":
+            self.forward()
+        elif kind == "W":
+            queue, self.queue = self.queue, None
             tape.enter("backward", "activations")
-            for i in reversed(range(n)):
-                engine.gather(i + 1, i)
-                if full:
-                    self.layer(i, keep=True, stop=True)
-                self.layer_backward(i)
-            engine.gather(0)
-            self.embed_backward()
+            self.engine.begin_micro_batch(accumulated)
+            self.weight_gradients(queue)
+            self.engine.finish()
+        elif kind == "I":
+            self.queue = []
+            self.backward()
+            self.engine.release_all()
+        else:
+            self.queue = None
+            self.engine.begin_micro_batch(accumulated)
+            self.backward()
+            self.engine.finish()
+        assert not self.engine.gathered, "weights are gathered for an action at a time"
+        return tape
+
+    def forward(self) -> None:
+        """Leaves the output; of the head what the loss keeps."""
+        tape, engine = self.tape, self.engine
+        tape.enter("forward", "activations")
+        self.context(tape.take)
+        for unit, name in enumerate(self.units):
+            if name == "head":
+                tape.enter("loss", "logits")
+            engine.gather(unit, unit + 1)
+            if name == "embed":
+                self.embed()
+            elif name == "head":
+                self.head()
+            else:
+                self.layer(_number(name), keep=self.layout.recompute != "full")
+            engine.release(unit)
+        if not self.part.layers:
             self.context(tape.drop)
-            engine.finish()
-        tape.enter("optimizer", "optimizer")
-        tape.spike(engine.cast)
+
+    def backward(self) -> None:
+        """Turns the output's gradient into the input's, and drops what forward kept."""
+        tape, engine, part = self.tape, self.engine, self.part
+        self.given, self.owed = not part.head, 0
+        tape.enter(*(("loss", "logits") if part.head else ("backward", "activations")))
+        for unit, name in reversed(list(enumerate(self.units))):
+            if self.queue is not None and unit + 1 < len(self.units):
+                engine.release_all(unit + 1)
+            engine.gather(unit, unit - 1)
+            if name == "head":
+                self.head_backward()
+                if unit > 0:  # what the unit before asks for when the gradient gets there
+                    if self.queue is not None:
+                        engine.release_all(unit)
+                    engine.gather(unit - 1, unit - 2)
+                tape.enter("backward", "activations")
+            elif name == "embed":
+                self.embed_backward()
+            else:
+                if self.layout.recompute == "full":
+                    self.layer(_number(name), keep=True, stop=True)
+                self.layer_backward(_number(name))
+        if part.layers:
+            self.context(tape.drop)
+        # Where a branch has no norm before it, a map that is put off keeps the chunk's input.
+        keeps = self.queue is not None and not self.before and part.layers
+        tape.drop(self.owed + (0 if part.embed or keeps else self.stream))
+
+    def input_keeps(self, i: int, branch: str) -> int:
+        """Bytes that are let go with a branch's input: none if that is the chunk's."""
+        first = branch == "attention" and i == self.part.layers.start
+        return 0 if first and not self.part.embed else self.stream
+
+    def drop_gradient(self) -> None:
+        """The gradient of the stream has been used, and another takes its place. A map that was
+        put off may keep it, or whoever gave it."""
+        if self.given and not self.shared:
+            self.owed = self.stream
+        elif not self.shared:
+            self.tape.drop(self.stream)
+        self.given = self.shared = False
 
     def context(self, change: Callable[[int], None]) -> None:
         """Positions and token numbers (int64); the rotary tables, cos and sin for each theta."""
@@ -121,7 +122,7 @@ class Step:
         n = 8 * (s.seq + s.tokens)
         if model.positions == "rope":
             n += 2 * s.c * s.seq * s.dim * (1 if model.rope_local_theta is None else 2)
-        if any(self.masked(i) for i in range(model.layers)):
+        if model.window is not None and s.seq > model.window:
             # One for all layers; made from distances, int64, and two conditions.
             n += s.seq * s.seq
             if change == self.tape.take:
@@ -158,73 +159,6 @@ class Step:
         self.arrive(f"{name}.weight")
         if self.model.norm == "layer":
             self.arrive(f"{name}.bias")
-
-    # -- linear maps
-
-    def weight(self, name: str) -> int:
-        """Bytes of a parameter's gradient; a tied head's is the embedding's."""
-        known = name if name in self.numel else "embed.tokens.weight"
-        return self.s.c * self.numel[known]
-
-    def arrive(self, *names: str, weights: bool = False) -> None:
-        """Gradients of parameters are added to their buckets and dropped."""
-        for name in names:
-            if name in self.numel:
-                self.engine.arrive(name)
-                if weights:
-                    self.tape.drop(self.weight(name))
-
-    def fan_out(self, *widths: int) -> None:
-        """Leaves the outputs of maps of one input."""
-        self.tape.take(self.whole if self.split else 0, "buffers")
-        self.tape.take(self.s.c * self.s.tokens * sum(widths))
-        self.tape.drop(self.whole if self.split else 0, "buffers")
-
-    def fan_out_backward(self, widths: dict[str, int], input: str = "activations") -> None:
-        """Turns the outputs' gradients into the input's, [t, hidden]; drops the kept input."""
-        s, tape = self.s, self.tape
-        names = [f"{name}.weight" for name in widths]
-        if not self.tp:
-            for done, (name, width) in enumerate(reversed(widths.items())):
-                weight = f"{name}.weight"
-                tape.take(self.stream + self.weight(weight))
-                tape.drop(s.c * s.tokens * width + (self.stream if done else 0))
-                tape.drop(self.stream if done == len(widths) - 1 else 0, input)
-                self.arrive(f"{name}.bias")
-                self.arrive(weight, weights=True)
-            return
-        kind = "buffers" if self.split else ""
-        tape.take(self.whole if self.split else 0, "buffers")
-        tape.take(self.whole, kind)
-        if self.split:
-            tape.take(self.stream)
-            tape.drop(self.whole, "buffers")
-        tape.take(sum(self.weight(name) for name in names))
-        tape.drop(self.whole if self.split else 0, "buffers")
-        tape.drop(s.c * s.tokens * sum(widths.values()))
-        tape.drop(self.stream, input)
-        for name, weight in zip(widths, names, strict=True):
-            self.arrive(weight, weights=True)
-            self.arrive(f"{name}.bias")
-
-    def leave(self, biased: bool) -> None:
-        """The output map of a region, [T, .] -> [t, hidden]: leaves its output."""
-        with self.tape.during(self.whole if self.split else 0, "buffers"):
-            self.tape.take(self.stream)
-        if biased and self.tp:
-            self.tape.spike(self.stream)
-
-    def leave_backward(self, name: str, width: int, kept: int) -> None:
-        """Leaves the gradient of the map's input; drops `kept` bytes that nobody else needs. The
-        output's gradient is dropped too, unless it is the stream's and goes on past the branch."""
-        s, tape, weight = self.s, self.tape, f"{name}.weight"
-        self.arrive(f"{name}.bias")
-        own = self.stream if self.after or self.model.dropout else 0
-        with tape.during(self.whole if self.split else 0, "buffers"):
-            tape.drop(own if self.split else 0)
-            tape.take(s.c * s.tokens * width + self.weight(weight))
-            tape.drop(kept + (0 if self.split else own))
-        self.arrive(weight, weights=True)
 
     # -- attention and MLP: [t, hidden] -> [t, hidden]
 
@@ -284,7 +218,8 @@ class Step:
         self.leave_backward(f"{name}.o", s.q, 0)
         tape.take(q + 2 * kv)
         tape.drop(q)
-        tape.drop(self.attention_keeps(i) - self.qk_norms_keep())
+        output = q if self.queue is not None else 0  # which the output map keeps
+        tape.drop(self.attention_keeps(i) - self.qk_norms_keep() - output)
         if model.positions == "rope":
             tape.spike(2 * kv)
             tape.spike(2 * q)
@@ -293,7 +228,10 @@ class Step:
                 shape = self.qk_shape(heads, width)
                 self.norm_backward(f"{name}.{part}_norm", *shape, self.sharded)
                 tape.drop(0 if self.sharded and self.coarse else s.c * s.tokens * width)
-        self.fan_out_backward({f"{name}.q": s.q, f"{name}.k": s.kv, f"{name}.v": s.kv})
+        maps = {f"{name}.q": s.q, f"{name}.k": s.kv, f"{name}.v": s.kv}
+        self.fan_out_backward(
+            maps, self.stream if self.before else self.input_keeps(i, "attention")
+        )
 
     def mlp(self, i: int, keep: bool, stop: bool = False) -> None:
         """As `attention`."""
@@ -313,11 +251,12 @@ class Step:
         if self.model.gated:
             tape.take(3 * n)  # both gradients and a factor of one
             tape.drop(4 * n)  # the factor, the product's gradient, gate, up
-            self.fan_out_backward({f"{name}.gate": s.ffn, f"{name}.up": s.ffn})
+            maps = {f"{name}.gate": s.ffn, f"{name}.up": s.ffn}
         else:
             tape.take(n)
             tape.drop(2 * n)
-            self.fan_out_backward({f"{name}.up": s.ffn})
+            maps = {f"{name}.up": s.ffn}
+        self.fan_out_backward(maps, self.stream)
 
     # -- dropout: [t, hidden] -> the same
 
@@ -390,10 +329,10 @@ class Step:
                     self.norm(s.rows, s.hidden, keep=True)
                     tape.drop(self.stream)
                 self.norm_backward(f"{unit}.{branch}_norm", s.rows, s.hidden)
-                tape.drop(self.stream)  # its input
+                tape.drop(self.input_keeps(i, branch))
             # Both ways into the branch's input are summed into a tensor of their own.
             tape.spike(self.stream)
-            tape.drop(self.stream)
+            self.drop_gradient()
 
     # -- embedding and head
 
@@ -403,7 +342,7 @@ class Step:
         if self.tp:
             tape.take(9 * s.tokens)  # where tokens are looked up (int64), which are not (bool)
             tape.spike(2 * self.whole)
-            with tape.during(self.whole if self.split else 0, "buffers"):
+            with tape.during(self.whole if self.rows else 0, "buffers"):
                 tape.take(self.stream)
         else:
             tape.take(self.stream)
@@ -421,36 +360,53 @@ class Step:
     def embed_backward(self) -> None:
         """Drops the gradient of the residual stream."""
         s, tape, model = self.s, self.tape, self.model
+        later, table = self.queue is not None, "embed.tokens.weight"
         self.dropout_backward()
         if model.dropout:
-            tape.drop(self.stream)
+            self.drop_gradient()
         if model.embed_norm:
             self.norm_backward("embed.norm", s.rows, s.hidden)
             tape.drop(self.stream)
-        if model.positions == "learned":
+            if self.given:
+                tape.take(self.stream)
+                self.drop_gradient()
+        # Both lookups have the same gradient, which is let go after the table's.
+        alike = not self.tp and not model.embed_scale
+        if model.positions == "learned" and later:
+            held = 8 * s.tokens + (0 if alike else self.stream)
+            self.put_off(["embed.positions.weight"], (tape.kind, held))
+            self.shared = True
+        elif model.positions == "learned":
             tape.take(self.weight("embed.positions.weight"))
             self.arrive("embed.positions.weight", weights=True)
             tape.drop(8 * s.tokens)
         if model.embed_scale:
-            tape.spike(self.stream)
-        weight = "embed.tokens.weight"
+            tape.take(self.stream)
+            self.drop_gradient()
         if self.tp:
-            if self.split:
+            if self.rows:
                 tape.take(self.whole, "buffers")
-                tape.drop(self.stream)
+                self.drop_gradient()
                 tape.take(self.whole)
                 tape.drop(self.whole, "buffers")
             else:
                 tape.take(self.whole)
-                tape.drop(self.stream)
-            tape.drop(9 * s.tokens)
-        tape.take(self.weight(weight))
-        tape.drop(self.whole)
-        if model.tied:  # autograd adds the head's gradient and this one up to a third
-            tape.take(self.weight(weight))
-            tape.drop(self.weight(weight), "logits")
-            tape.drop(self.weight(weight))
-        self.arrive(weight, weights=True)
+                self.drop_gradient()
+            tape.drop(s.tokens if later else 9 * s.tokens)
+        if later:
+            self.put_off([table], (tape.kind, self.whole + (8 * s.tokens if self.tp else 0)))
+            self.given = self.shared = False
+            return
+        tape.take(self.weight(table))
+        if self.tp:
+            tape.drop(self.whole)
+        else:
+            self.drop_gradient()
+        if model.tied and self.part.head:  # autograd adds the head's gradient and this one up
+            tape.take(self.weight(table))  # to a third
+            tape.drop(self.weight(table), "logits")
+            tape.drop(self.weight(table))
+        self.arrive(table, weights=True)
 
     def head(self) -> None:
         """Leaves the log probabilities, or under tp the softmax."""
@@ -478,9 +434,15 @@ class Step:
         if self.model.logit_softcap:
             tape.spike(s.c * n)
             tape.drop(s.c * n)
-        self.fan_out_backward({"head.output": s.vocab}, input="logits")
+        self.fan_out_backward({"head.output": s.vocab}, self.stream, input="logits")
         self.norm_backward("head.norm", s.rows, s.hidden)
         # From here on it is a layer's affair, and the head's input has been used.
         tape.drop(self.stream, "logits")
         tape.take(self.stream, "activations")
-        tape.drop(self.stream, "activations")
+        alone = not self.part.embed and not self.part.layers
+        tape.drop(0 if alone else self.stream, "activations")
+
+
+def _number(unit: str) -> int:
+    """ "layers.7" -> 7."""
+    return int(unit.rpartition(".")[2])

@@ -9,38 +9,41 @@ from plait.spec.job import DTYPE_BYTES, Job
 
 
 class Engine:
-    """What `parallel.data.DataParallel` takes and drops within a step.
+    """What `parallel.data.Chunk` takes and drops for a chunk of the model within a step.
 
     ZeRO 2 and 3: a whole gradient buffer lives from a bucket's first gradient until the bucket
     after it starts its reduction. ZeRO-3: a unit's weights, and those of its neighbour, live
     while it is in use.
+
+    Args:
+        units: the units of the chunk, in the order of the forward pass.
+        buckets: its buckets.
     """
 
-    def __init__(self, job: Job, tape: Tape, buckets: Sequence[Bucket]):
+    def __init__(self, job: Job, units: Sequence[str], buckets: Sequence[Bucket]):
         dtypes = dtypes_of(job)
-        self.tape, self.buckets, self.zero = tape, buckets, zero_stage(job.layout)
+        self.tape = Tape()
+        self.buckets, self.zero = buckets, zero_stage(job.layout)
         self.c, self.g = DTYPE_BYTES[dtypes.compute], DTYPE_BYTES[dtypes.grad]
         self.shards = job.layout.fsdp
-        # Where they differ, gradients are cast to the master dtype, all of this rank's at once.
-        own = sum(b.size for b in buckets) // (self.shards if self.zero else 1)
-        self.cast = DTYPE_BYTES[dtypes.master] * own if dtypes.master != dtypes.grad else 0
         numbers = range(len(buckets))
         self.home = {e.parameter.name: i for i in numbers for e in buckets[i].entries}
-        self.units = ["embed", *(f"layers.{i}" for i in range(job.model.layers)), "head"]
-        self.uses: dict[str, list[int]] = {unit: [] for unit in self.units}
+        self.units = units
+        self.uses: dict[str, list[int]] = {unit: [] for unit in units}
         for i in numbers:
             for unit in buckets[i].units:
                 self.uses[unit].append(i)
-        if job.model.tied:
+        if job.model.tied and {"embed", "head"} <= self.uses.keys():
             self.uses["head"] += [i for i in self.uses["embed"] if i not in self.uses["head"]]
-        self.final = {i: unit for unit in self.units for i in self.uses[unit]}
+        self.final = {i: unit for unit in units for i in self.uses[unit]}
         self.gathered: set[int] = set()
         self.missing: dict[int, int] = {}  # bucket -> gradients still to come
         self.reducing: tuple[int, int] | None = None  # bucket, bytes of what arrives
         self.accumulated = False
 
-    def begin_micro_batch(self, first: bool) -> None:
-        self.accumulated = not first
+    def begin_micro_batch(self, accumulated: bool) -> None:
+        """Gradients of a micro batch come, which are not the first."""
+        self.accumulated = accumulated
         self.missing = {i: len(b.entries) for i, b in enumerate(self.buckets)}
 
     def gather(self, *units: int) -> None:
@@ -57,6 +60,12 @@ class Engine:
         """After a unit's forward."""
         for i in self.uses[self.units[unit]]:
             if self.final[i] == self.units[unit]:
+                self._release(i)
+
+    def release_all(self, unit: int = 0) -> None:
+        """After the input gradients of the units from this number on."""
+        for name in self.units[unit:]:
+            for i in self.uses[name]:
                 self._release(i)
 
     def _release(self, i: int) -> None:

@@ -20,29 +20,55 @@ stream alone; selective recompute keeps a module's input. Not counted: what kern
 and tensors of a few numbers a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from plait.cost.activations import Step
 from plait.cost.data import buckets_of
 from plait.cost.dtypes import dtypes_of
 from plait.cost.ledger import StageMemory
+from plait.cost.parts import Part, parts_of
+from plait.cost.pipeline import shared
+from plait.cost.step import Step, plain
 from plait.cost.tape import MOMENTS, Tape
+from plait.schedules.job import table_of
+from plait.schedules.transfers import with_transfers
 from plait.spec.buckets import Bucket, zero_stage
 from plait.spec.job import DTYPE_BYTES, Job
 
 
 def memory(job: Job) -> list[StageMemory]:
-    """What a rank holds when each moment of a step is at its fullest.
+    """What a rank of each stage holds when each moment of a step is at its fullest.
 
-    A step in the steady state; each rank holds the same. `train.dtype` must be resolved.
+    A step in the steady state; all ranks of a stage hold the same. `train.dtype` must be resolved.
     """
-    buckets = buckets_of(job)
+    programs = with_transfers(table_of(job)) if job.layout.pp > 1 else [None]
+    rows = []
+    for stage, (parts, actions) in enumerate(zip(parts_of(job), programs, strict=True)):
+        tape = _step(job, stage, parts, actions)
+        rows += [
+            StageMemory(stage, moment, **tape.peaks[moment], total=tape.most[moment])
+            for moment in MOMENTS
+        ]
+    return rows
+
+
+def _step(job: Job, stage: int, parts: list[Part], actions: Iterable | None) -> Tape:
+    """What one rank of a stage goes through."""
+    buckets = [b for part in parts for b in buckets_of(job, part.chunk)]
     tape = Tape(states(job, buckets))
-    Step(job, tape, buckets).run()
-    return [
-        StageMemory(0, moment, **tape.peaks[moment], total=sum(tape.peaks[moment].values()))
-        for moment in MOMENTS
-    ]
+    _, m, g = element_bytes(job)
+    shards = job.layout.fsdp if zero_stage(job.layout) else 1
+    own = sum(b.size for b in buckets) // shards
+    # Where they differ, gradients are cast to the master dtype, all of this rank's at once.
+    cast = m * own if m != g else 0
+    if actions is None:
+        step = Step(job, parts, split=False, tape=tape)
+        step.run(plain(job.train.accumulation), {}, exchanged=0, cast=cast)
+        return tape
+    table = table_of(job)
+    copies = [b.size for b, _ in shared(job, table, stage, table.held[stage])]
+    step = Step(job, parts, table.split, tape)
+    step.run(actions, table.place, g * max(copies, default=0) // shards, cast)
+    return tape
 
 
 # ------------------------------------------------------------------------------------------
@@ -55,7 +81,7 @@ def element_bytes(job: Job) -> tuple[int, int, int]:
     return tuple(DTYPE_BYTES[d] for d in (dtypes.compute, dtypes.master, dtypes.grad))
 
 
-def states(job: Job, buckets: Sequence[Bucket]) -> dict[str, int]:
+def states(job: Job, buckets: Iterable[Bucket]) -> dict[str, int]:
     """Bytes that a rank holds all the time, by class, padding included.
 
     With n elements in a bucket and N ranks to shard over, c, m, g bytes of a compute, master and

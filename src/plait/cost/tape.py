@@ -1,7 +1,8 @@
 """A tape: what is alive while a program makes and drops tensors, and when most of it was."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 
 from plait.cost.ledger import MEMORY_CLASSES
 
@@ -12,19 +13,22 @@ MOMENTS = ("forward", "loss", "backward", "optimizer")
 class Tape:
     """What is alive, and when most of it was.
 
+    What a program does again and again is recorded once, on a tape that begins with nothing, and
+    played from there on: `replay` does to a tape what has been done to the other.
+
     Attributes:
-        now: class -> bytes. peaks: moment -> `now` when its sum was largest.
+        now: class -> bytes, beyond what was there at the beginning. total: their sum.
+        peaks: moment -> `now` when its sum was largest, for the moments that were entered.
         moment: where in a step we are.
         kind: the class of what is taken unless it says otherwise.
     """
 
-    def __init__(self, states: dict[str, int]):
-        self.now = dict.fromkeys(MEMORY_CLASSES, 0) | states
+    def __init__(self, held: Mapping[str, int] | None = None):
+        self.now = dict.fromkeys(MEMORY_CLASSES, 0) | (held or {})
         self.total = sum(self.now.values())
-        self.most = dict.fromkeys(MOMENTS, -1)
+        self.most = dict.fromkeys(MOMENTS, -inf)
         self.peaks: dict[str, dict[str, int]] = {}
-        self.kind = "activations"
-        self.enter("forward", "activations")
+        self.moment, self.kind = "forward", "activations"
 
     def enter(self, moment: str, kind: str) -> None:
         """Another moment begins, in which tensors are of another class."""
@@ -56,3 +60,15 @@ class Tape:
         """n bytes are alive for a moment."""
         self.take(n)
         self.drop(n)
+
+    def replay(self, other: "Tape") -> None:
+        """What happened on another tape, which began with nothing, happens here."""
+        now = self.now
+        for moment, peak in other.peaks.items():
+            total = self.total + other.most[moment]
+            if total >= self.most[moment]:
+                self.most[moment] = total
+                self.peaks[moment] = {kind: n + peak[kind] for kind, n in now.items()}
+        for kind, n in other.now.items():
+            now[kind] += n
+        self.total += other.total

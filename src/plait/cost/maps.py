@@ -1,0 +1,181 @@
+"""Linear maps of a chunk, tensor by tensor, and their weight gradients that are put off.
+
+It mirrors the maps of `models/layers.py`, `parallel/tensor.py` and `parallel/deferred.py`. Where
+weight gradients are put off (action I), a map leaves its input and its outputs' gradients, and W
+works them off in the same order: under sequence parallelism it gathers the input anew, makes a
+weight gradient, adds it to its bucket, and lets the pair go.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from plait.cost.buffers import Engine
+from plait.cost.data import buckets_of
+from plait.cost.parts import Part
+from plait.cost.shapes import Shapes
+from plait.cost.tape import Tape
+from plait.spec.chunks import TABLE, chunk_units
+from plait.spec.job import Job
+
+
+class PutOff(NamedTuple):
+    """Gradients that W makes.
+
+    Attributes:
+        names: parameters, in the order in which their gradients are made.
+        held: (class, bytes) of what is kept for them.
+        gathered: bytes of the input when it is gathered anew.
+    """
+
+    names: tuple[str, ...]
+    held: tuple[tuple[str, int], ...] = ()
+    gathered: int = 0
+
+
+class Maps:
+    """Maps and sizes of a chunk on a rank; what they take and drop is told to a tape.
+
+    Args:
+        split: the schedule has weight gradients of its own, so that all maps can put them off.
+
+    Attributes:
+        s: sizes of a micro batch. numel: parameter -> elements on this rank.
+        stream, whole: bytes of this rank's part of the residual stream, and of the stream of all
+            tp ranks.
+        queue: what was put off in the last I; None where gradients are made at once.
+    """
+
+    def __init__(self, job: Job, part: Part, split: bool):
+        self.job, self.model, self.layout, self.part = job, job.model, job.layout, part
+        self.units = chunk_units(job.model, job.layout, part.chunk)
+        buckets = buckets_of(job, part.chunk)
+        self.engine = Engine(job, self.units, buckets)
+        self.tape = self.engine.tape
+        self.numel = {e.parameter.name: e.numel for b in buckets for e in b.entries}
+        self.s = s = Shapes.of(job)
+        self.stream, self.whole = s.c * s.rows * s.hidden, s.c * s.tokens * s.hidden
+        self.tp, self.rows = job.layout.tp > 1, s.rows < s.tokens
+        #: Maps are rewritten (`parallel.tensor`), one function for all of one input.
+        self.columns = self.tp or split
+        self.after = job.model.norm_at in ("output", "both")  # a norm of a branch's result
+        self.queue: list[PutOff] | None = None
+        self.shared = False  # the gradient of the stream is one that a map keeps
+
+    def on(self, tape: Tape) -> None:
+        """From now on another tape is told."""
+        self.tape = self.engine.tape = tape
+
+    # -- gradients
+
+    def weight(self, name: str) -> int:
+        """Bytes of a parameter's gradient; a tied head's is the embedding's."""
+        return self.s.c * self.numel[name if name in self.numel else TABLE]
+
+    def arrive(self, *names: str, weights: bool = False) -> None:
+        """Gradients of parameters are added to their buckets and dropped, small ones later where
+        gradients are put off."""
+        for name in names:
+            if name == "head.output.weight" and name not in self.numel and not self.part.embed:
+                name = TABLE
+            if name in self.numel:
+                if self.queue is not None:
+                    self.queue.append(PutOff((name,)))
+                    continue
+                self.engine.arrive(name)
+                if weights:
+                    self.tape.drop(self.weight(name))
+
+    def put_off(self, names: Sequence[str], *held: tuple[str, int], gathered: int = 0) -> None:
+        """The gradients of maps are left for W; what is held for them has been taken before."""
+        assert self.queue is not None
+        self.queue.append(PutOff(tuple(names), held, gathered))
+
+    def weight_gradients(self, queue: Sequence[PutOff]) -> None:
+        """Action W: works off what was put off."""
+        tape, small = self.tape, ("norm.weight", ".bias")
+        for names, held, gathered in queue:
+            with tape.during(gathered, "buffers"):
+                for name in names:
+                    made = not name.endswith(small)
+                    tape.take(self.weight(name) if made else 0)
+                    self.arrive(name, weights=made)
+            for kind, n in held:
+                tape.drop(n, kind)
+
+    # -- several maps of one input, [t, hidden]
+
+    def fan_out(self, *widths: int) -> None:
+        """Leaves the outputs of maps of one input."""
+        with self.tape.during(self.whole if self.rows else 0, "buffers"):
+            self.tape.take(self.s.c * self.s.tokens * sum(widths))
+
+    def fan_out_backward(
+        self, widths: dict[str, int], kept: int, input: str = "activations"
+    ) -> None:
+        """Turns the outputs' gradients into the input's, [t, hidden]; of the kept input, which is
+        of class `input`, it drops so many bytes."""
+        s, tape = self.s, self.tape
+        weights = [f"{name}.weight" for name in widths]
+        gradients = s.c * s.tokens * sum(widths.values())
+        if not self.columns:
+            for done, (name, width) in enumerate(reversed(widths.items())):
+                weight = f"{name}.weight"
+                tape.take(self.stream + self.weight(weight))
+                tape.drop(s.c * s.tokens * width + (self.stream if done else 0))
+                tape.drop(kept if done == len(widths) - 1 else 0, input)
+                self.arrive(f"{name}.bias")
+                self.arrive(weight, weights=True)
+            return
+        gathered = self.whole if self.rows else 0
+        later = self.queue is not None
+        tape.take(0 if later else gathered, "buffers")
+        tape.take(self.whole, "buffers" if self.rows else "")
+        if self.rows:
+            tape.take(self.stream)
+            tape.drop(self.whole, "buffers")
+        if later:
+            names = [f"{n}.{kind}" for n in widths for kind in ("weight", "bias")]
+            held = (input, self.stream), (tape.kind, gradients)
+            self.put_off([n for n in names if self._has(n)], *held, gathered=gathered)
+            return
+        tape.take(sum(self.weight(name) for name in weights))
+        tape.drop(gathered, "buffers")
+        tape.drop(gradients)
+        tape.drop(kept, input)
+        for name, weight in zip(widths, weights, strict=True):
+            self.arrive(weight, weights=True)
+            self.arrive(f"{name}.bias")
+
+    def _has(self, name: str) -> bool:
+        return name in self.numel or name == "head.output.weight"
+
+    # -- the map that ends a region, [T, .] -> [t, hidden]
+
+    def leave(self, biased: bool) -> None:
+        """Leaves its output."""
+        with self.tape.during(self.whole if self.rows else 0, "buffers"):
+            self.tape.take(self.stream)
+        if biased and self.columns:
+            self.tape.spike(self.stream)
+
+    def leave_backward(self, name: str, width: int, kept: int) -> None:
+        """Leaves the gradient of the map's input; of that input, which backward of the region
+        needs no more, it drops `kept` bytes. The output's gradient is dropped too, unless it is
+        the stream's and goes on past the branch."""
+        s, tape, weight = self.s, self.tape, f"{name}.weight"
+        self.arrive(f"{name}.bias")
+        own = self.stream if self.after or self.model.dropout else 0
+        input = s.c * s.tokens * width
+        if self.queue is not None:
+            tape.take(self.whole if self.rows else 0, "buffers")
+            tape.drop(own if self.rows else 0)
+            tape.take(input)
+            gradient = ("buffers", self.whole) if self.rows else (tape.kind, self.stream)
+            self.put_off([weight], (tape.kind, input), gradient)
+            self.shared = not self.rows and not own
+            return
+        with tape.during(self.whole if self.rows else 0, "buffers"):
+            tape.drop(own if self.rows else 0)
+            tape.take(input + self.weight(weight))
+            tape.drop(kept + (0 if self.rows else own))
+        self.arrive(weight, weights=True)

@@ -1,0 +1,88 @@
+"""A step of one rank: the actions of its pipeline one after the other, told to a tape.
+
+It mirrors `parallel/pipeline.py`. Beside what the chunks hold (`cost/activations.py`) there are
+
+    a received input       from RECV_F to the end of the chunk's backward
+    a received gradient    from RECV_B to the end of the backward that it is for
+    what was made          until it has been used on this rank, or sent: then until the next message
+                           the same way to the same rank, or the end of the pipeline's part
+
+An action of a chunk does the same whenever it comes, but for the first micro batch whose gradients
+are reduced; so it is gone through once and then played back.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+from plait.cost.activations import Chunk
+from plait.cost.parts import Part
+from plait.cost.tape import Tape
+from plait.schedules.table import Action
+from plait.spec.job import Job
+
+
+class Step:
+    """A rank's step as `train.program.Program.step` runs it.
+
+    Args:
+        parts: the chunks that the rank holds. split: some weight gradients of the schedule are
+            actions of their own.
+        tape: what is told, states included.
+    """
+
+    def __init__(self, job: Job, parts: Iterable[Part], split: bool, tape: Tape):
+        self.chunks = {part.chunk: Chunk(job, part, split) for part in parts}
+        self.tape = tape
+        self.stream = next(iter(self.chunks.values())).stream
+        self.recorded: dict[tuple[str, int, bool], Tape] = {}
+
+    def run(
+        self,
+        actions: Iterable[Action],
+        place: Mapping[tuple[int, int], int],
+        exchanged: int,
+        cast: int,
+    ) -> None:
+        """All actions of the rank, and the optimizer.
+
+        Args:
+            actions: with transfers. place: (chunk, micro batch) -> stage.
+            exchanged: bytes of the largest gradient that other stages have a part of.
+            cast: bytes of gradients in another dtype that the optimizer is given.
+        """
+        tape, sent = self.tape, set()
+        tape.enter("forward", "activations")
+        tape.enter("loss", "logits")  # valid tokens are counted
+        accumulated = dict.fromkeys(self.chunks, False)
+        for kind, chunk, micro in actions:
+            if kind.startswith("RECV"):
+                tape.enter("forward", "activations")
+                tape.take(self.stream)
+            elif kind.startswith("SEND"):
+                forward = kind == "SEND_F"
+                way = forward, place[chunk + (1 if forward else -1), micro]
+                tape.drop(self.stream if way in sent else 0, "activations")
+                sent.add(way)
+            else:
+                tape.replay(self.action(kind, chunk, kind in "BW" and accumulated[chunk]))
+                accumulated[chunk] |= kind in "BW"
+        tape.drop(self.stream * len(sent), "activations")
+        tape.enter("backward", "activations")
+        tape.spike(exchanged)
+        tape.enter("optimizer", "optimizer")
+        tape.spike(cast)
+
+    def action(self, kind: str, chunk: int, accumulated: bool) -> Tape:
+        """What an action does."""
+        key = kind, chunk, accumulated
+        if key not in self.recorded:
+            if kind == "W":  # works off what an I of the same chunk has left
+                self.chunks[chunk].record("I", accumulated)
+            self.recorded[key] = self.chunks[chunk].record(kind, accumulated)
+        return self.recorded[key]
+
+
+def plain(micro_batches: int) -> Iterable[Action]:
+    """The actions without a pipeline: forward and backward of one micro batch after the other."""
+    pairs = ((Action("F", 0, i), Action("B", 0, i)) for i in range(micro_batches))
+    return chain.from_iterable(pairs)
