@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from plait.schedules.build import build
-from plait.schedules.draw import IDLE, MIXED, drawing
+from plait.schedules.draw import IDLE, MIXED, PARTLY, drawing
 from plait.schedules.perfetto import trace
 from plait.schedules.simulate import Times, simulate
 from plait.schedules.svg import svg
@@ -130,7 +130,7 @@ def test_a_large_one_is_scaled_down(name, width):
     shown = rows(timeline, width)
     assert len(shown) == 16
     for rank, row in enumerate(shown):
-        assert set(row) <= set("FBIWfbiw" + IDLE + MIXED)
+        assert set(row) <= set("FBIWfbiw" + IDLE + MIXED + PARTLY)
         column = timeline.makespan / len(row)
         for i, letter in enumerate(row):
             used = defaultdict(float)
@@ -141,7 +141,9 @@ def test_a_large_one_is_scaled_down(name, width):
                 assert sum(used.values()) <= 0.5 + 1e-9
             else:
                 assert sum(used.values()) >= 0.5 - 1e-9
-            if letter not in (IDLE, MIXED):
+            if letter in (MIXED, PARTLY):
+                assert (sum(used.values()) > 0.85) == (letter == MIXED)
+            elif letter != IDLE:
                 assert used[letter.upper()] == max(used.values())
 
 

@@ -21,10 +21,10 @@ KINDS = {
     "I": ("input gradient", "cyan"),
     "W": ("weight gradient", "green"),
 }
-IDLE, MIXED = "·", "="
-#: Of a column's time: a column that is idle for more is drawn idle, one kind alone for more is
-#: drawn as that kind.
-_MOST = 0.5, 0.9
+IDLE, MIXED, PARTLY = "·", "=", "-"
+#: A column that is idle for more than the first of these shares is drawn idle; one of which a kind
+#: has more than the second as that kind; one that is idle for more than the third partly idle.
+_IDLE, _ALONE, _GAPS = 0.5, 0.9, 0.15
 
 
 def shades(table: Table) -> Callable[[int, Action], int]:
@@ -137,14 +137,14 @@ def _mixture(
     line = Text()
     for here in used:
         busy = sum(here.values())
-        if busy <= 1 - _MOST[0]:
+        (kind, shade), most = max(here.items(), key=lambda item: item[1], default=(("", 0), 0.0))
+        if busy <= 1 - _IDLE:
             line.append(IDLE, "dim")
-            continue
-        (kind, shade), most = max(here.items(), key=lambda item: item[1])
-        if most >= _MOST[1] * busy:
+        elif most >= _ALONE * busy:
             line.append(_letter(kind, shade), _style(kind, shade))
         else:
-            line.append(MIXED, "white on bright_black" if colour else "")
+            mark = MIXED if busy >= 1 - _GAPS else PARTLY
+            line.append(mark, "white on bright_black" if colour else "")
     return line
 
 
@@ -162,7 +162,7 @@ def _legend(table: Table, whole: bool) -> "Text":
                     text.append(f"{_letter(kind, s)}", _style(kind, s))
             text.append(f" {words}  ")
     if not whole:
-        text.append(f"{MIXED} several  ")
+        text.append(f"{MIXED} several  {PARTLY} several, some idle  ")
     text.append(f"{IDLE} idle")
     if any(s for _, s in seen):
         twice = len({rank for (chunk, _), rank in table.place.items() if chunk == 0}) > 1
