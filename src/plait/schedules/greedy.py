@@ -19,6 +19,7 @@ from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
 
+from plait.schedules.bound import lower_bound
 from plait.schedules.simulate import Times, simulate
 from plait.schedules.table import Action, Table
 from plait.spec.findings import UserError, error
@@ -48,7 +49,7 @@ TIE_BREAKS = tuple(TieBreaks(not f, p, f2) for p, f, f2 in product((False, True)
 def zb_auto(
     pp: int, micro_batches: int, times: Times | None = None, cap: float | None = None
 ) -> Table:
-    """The zero-bubble heuristic: one chunk a rank, the best of the eight greedy tables.
+    """The zero-bubble heuristic: one chunk a rank, the best of the greedy tables.
 
     Args:
         times: of the chunks; None: F = I = W = 1, messages take no time.
@@ -59,8 +60,16 @@ def zb_auto(
         UserError: the cap is below 1.
     """
     times = times or Times.even((pp, pp))
-    tables = greedy_tables("zb-auto", range(pp), micro_batches, times, pp if cap is None else cap)
-    return min(tables, key=lambda table: simulate(table, times).makespan)
+    cap = pp if cap is None else cap
+    goal = lower_bound({tuple(range(pp)): micro_batches}, times, cap) * (1 + 1e-9)
+    best, least = None, inf
+    for table in greedy_tables("zb-auto", range(pp), micro_batches, times, cap):
+        makespan = simulate(table, times).makespan
+        if best is None or makespan < least:
+            best, least = table, makespan
+        if least <= goal:
+            break
+    return best
 
 
 def greedy_tables(
