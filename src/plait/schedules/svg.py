@@ -68,8 +68,9 @@ def svg(table: Table, timeline: Timeline, title: str | None = None) -> str:
                 f'width="{w - gap:.2f}" height="{_ROW - 2}"><title>{action}: {start:.6g} to '
                 f"{end:.6g}</title></rect>"
             )
-            if len(number := str(action.micro)) * _CHARACTER <= w:
-                parts.append(_text(x + (w - gap) / 2, y + 16, number, "middle", f"t{tone}"))
+            if digits * _CHARACTER <= w:  # where the largest number fits: all or none
+                middle = x + (w - gap) / 2
+                parts.append(_text(middle, y + 16, str(action.micro), "middle", f"t{tone}"))
     right = _LEFT + makespan * scale
     bottom = _TOP + _ROW * len(spans)
     parts += _columns(table, timeline, right)
