@@ -1,6 +1,10 @@
 """Greedy and searched schedules, and the bound that nothing beats."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -224,3 +228,13 @@ def test_what_no_schedule_keeps():
         auto(4, 8, cap=0.5)
     with pytest.raises(UserError, match="nearest: 1"):
         zb_auto(4, 8, cap=0.5)
+
+
+def test_the_benchmark_runs():
+    script = Path(__file__).parents[1] / "benchmarks" / "schedules.py"
+    command = [sys.executable, script, "--quick", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    for row in json.loads(run.stdout)["grid"]:
+        assert row["win"] is None or row["win"] >= 1 - 1e-9
+        assert row["gap"] >= 1 - 1e-9
