@@ -6,13 +6,13 @@ from math import inf
 
 from plait.schedules.bound import lower_bound
 from plait.schedules.greedy import greedy_tables
-from plait.schedules.search import HASTE, Filler, improve, periodic
+from plait.schedules.search import HASTE, Filler, Order, improve, periodic
 from plait.schedules.simulate import Times, peak_activations, simulate
 from plait.schedules.table import Table
 from plait.spec.findings import UserError, error
 from plait.spec.schedule import SCHEDULES
 
-#: How many actions are simulated for one table, about: two seconds.
+#: How many actions are simulated for one question, about: a second or two, more for large tables.
 EFFORT = 2_000_000
 
 
@@ -77,11 +77,12 @@ def _best(
         if peak <= cap + 1e-9 and (best is None or merit < best[0]):
             best = merit, table
 
-    def refill(order) -> None:
-        for haste in HASTE:
-            filled = filler.fill(order, haste)
-            if filled is not None:
-                pool.append((filled.merit, len(pool), order, filled, haste))
+    def refill(order: Order) -> None:
+        fillings = ((filler.fill(order, haste), haste) for haste in HASTE)
+        ways = [(filled, haste) for filled, haste in fillings if filled is not None]
+        if ways:
+            filled, haste = min(ways, key=lambda way: way[0].merit)
+            pool.append((filled.merit, len(pool), order, filled, haste))
 
     def done() -> bool:
         return best is not None and best[0][0] <= goal * (1 + 1e-9)
@@ -91,7 +92,7 @@ def _best(
         refill(filler.order(table))
     for homes in placements:
         tables = greedy_tables("auto", homes, micro_batches, times, cap)
-        for table in islice(tables, max(1, effort // 8 // size)):
+        for table in islice(tables, max(1, effort // 16 // size)):
             if done():
                 break
             consider(table)

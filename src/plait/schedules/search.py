@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from random import Random
 
 from plait.schedules.simulate import Times, slot_needs
 from plait.schedules.table import Action, Table
@@ -91,6 +92,7 @@ class Filler:
                 if slot < n:
                     while mine >= room:
                         if not later:
+                            self.spent += n
                             return None
                         now += weight[(later[0] - n) // many]
                         program.append(later.popleft() + n)
@@ -140,34 +142,46 @@ class Filler:
 HASTE = (0.0, 1.0, 0.5)
 
 
+#: Blocks, see `periodic`.
+_SLOWER = (1.0, 1.08, 1.16, 1.25, 1.4)
+_TURNS = (0.0, 0.25, 0.5)
+_STRETCHES = (1.0, 2.0, 1.5, 3.0)
+
+
 def periodic(filler: Filler, homes: Sequence[int], effort: int) -> Iterator[Order]:
-    """Orders in which every micro batch does the same, one period (the work of the busiest rank)
-    after the one before it: the building blocks of Qi et al., "Pipeline Parallelism with
-    Controllable Memory" (arXiv 2405.15362).
+    """Orders in which every micro batch does the same, one period after the one before it: the
+    building blocks of Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv
+    2405.15362).
 
     A block is said by how much longer than F or I takes the next chunk waits: one number for the
-    first and one for the last half of the chunks, for F and for I, and one for the turn. The
-    longer, the more is held. Stops when `effort` actions have been simulated.
+    first and one for the last half of the chunks, for F and for I, and one for the turn; and how
+    much longer than the work of the busiest rank the period is. The longer a micro batch takes, the
+    more is held, and the longer the period, the less. Stops when `effort` actions have been
+    simulated.
     """
     times, chunks, many = filler.times, filler.chunks, filler.many
     work = [0.0] * (1 + max(homes))
     for c, home in enumerate(homes):
         work[home] += times.forward[c] + times.input_grad[c] + times.weight_grad[c]
-    period, stop = max(work), filler.spent + effort
-    stretches = (1.0, 2.0, 1.5, 3.0)
-    blocks = product((0.0, 0.25, 0.5), stretches, stretches, stretches, stretches)
-    for turn, *stretch in sorted(blocks, key=sum):
+    stop = filler.spent + effort
+    blocks = product(_SLOWER, _TURNS, *[_STRETCHES] * 4)
+    for slower, turn, *stretch in sorted(blocks, key=lambda block: 4 * block[0] + sum(block)):
         if filler.spent >= stop:
             return
+        period = max(work) * slower
         start, now = [0.0] * (2 * chunks), 0.0
         for k in range(2 * chunks):
-            c = k if k < chunks else 2 * chunks - 1 - k
-            length = times.forward[c] if k < chunks else times.input_grad[c]
-            late = stretch[(c >= chunks / 2) + 2 * (k >= chunks)]
-            after = c + 1 if k < chunks else c - 1
-            far = 0 <= after < chunks and homes[after] != homes[c]
-            start[c + (k >= chunks) * chunks] = now
-            now += length * late + far * times.transfer + (turn * period if k == chunks - 1 else 0)
+            back = k >= chunks
+            c = 2 * chunks - 1 - k if back else k
+            start[c + back * chunks] = now
+            now += (times.input_grad if back else times.forward)[c] * stretch[
+                (c >= chunks / 2) + 2 * back
+            ]
+            after = c - 1 if back else c + 1
+            if 0 <= after < chunks and homes[after] != homes[c]:
+                now += times.transfer
+            if k == chunks - 1:
+                now += turn * period
         order: Order = [[] for _ in work]
         keyed = [
             (start[kc] + j * period, kc * many + j, homes[kc % chunks])
@@ -179,36 +193,38 @@ def periodic(filler: Filler, homes: Sequence[int], effort: int) -> Iterator[Orde
         yield order
 
 
+#: `improve` takes what is better than the order was so many trials ago.
+_MEMORY = 100
+
+
 def improve(
     filler: Filler, order: Order, filled: Filled, haste: float, effort: int, goal: float
 ) -> Filled:
-    """Local search: on the path of actions of which each waits for the one before it, up to the one
-    that ends last, an F or I changes places with the one before it on its rank; what makes it no
-    worse stays. Ends at `goal`, or when `effort` actions have been simulated.
+    """Local search: an F or I changes places with the one before it on its rank, on the path of
+    actions of which each waits for the one before it, up to the one that ends last.
 
-    Changes `order`; returns how it is filled in the end.
+    Which of them is drawn (the same draws each time). It stays if that is no worse than what was
+    before, or than what was `_MEMORY` trials ago, which leads out of where no single change helps
+    (Burke and Bykov, "The late acceptance hill-climbing heuristic", 2017). Ends at `goal`, or when
+    `effort` actions have been simulated. Changes `order`; returns the best filling on the way.
     """
-    stop = filler.spent + effort
-    tried: set[tuple[int, int]] = set()
-    while filler.spent < stop and filled.makespan > goal * (1 + 1e-9):
-        for rank, i in _swaps(filler, order, filled):
-            slots = order[rank]
-            if (slots[i], slots[i + 1]) in tried:
-                continue
-            tried.add((slots[i], slots[i + 1]))
-            slots[i], slots[i + 1] = slots[i + 1], slots[i]
-            other = filler.fill(order, haste)
-            if other is not None and other.merit < filled.merit:
-                if other.makespan < filled.makespan:
-                    tried.clear()
-                filled = other
-                break
-            slots[i], slots[i + 1] = slots[i + 1], slots[i]
-            if filler.spent >= stop:
-                break
+    stop, draw = filler.spent + effort, Random(0)
+    best, swaps = filled, _swaps(filler, order, filled)
+    memory = [filled.merit] * _MEMORY
+    trial = 0
+    while swaps and filler.spent < stop and best.makespan > goal * (1 + 1e-9):
+        rank, i = draw.choice(swaps)
+        slots = order[rank]
+        slots[i], slots[i + 1] = slots[i + 1], slots[i]
+        other = filler.fill(order, haste)
+        if other is not None and other.merit <= max(filled.merit, memory[trial % _MEMORY]):
+            filled, swaps = other, _swaps(filler, order, other)
+            best = min(best, filled, key=lambda f: f.merit)
         else:
-            break
-    return filled
+            slots[i], slots[i + 1] = slots[i + 1], slots[i]
+        memory[trial % _MEMORY] = filled.merit
+        trial += 1
+    return best
 
 
 def _swaps(filler: Filler, order: Order, filled: Filled) -> list[tuple[int, int]]:
