@@ -152,7 +152,7 @@ def _pair(
             tidy.append(f"{flag}={text}")
         elif (following := _text(rest)) is not None:
             tidy.append(f"{flag}={following}")
-        elif job_paths()[flags[flag]] is bool:
+        elif job_paths().get(flags[flag]) is bool:
             tidy.append(f"{flag}=true")
         else:
             findings.append(error(flag, None, "a value must follow", rule="no-value"))

@@ -13,6 +13,7 @@ while computing goes on. What is held follows from the list:
 Without a pipeline the same program runs: F and B of micro batch after micro batch.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -260,4 +261,5 @@ class _Run:
 
 
 def _first_line(e: Exception) -> str:
-    return (str(e).strip().splitlines() or [""])[0]
+    line = (str(e).strip().splitlines() or [""])[0]
+    return re.sub(r"\[[^\]]*\.cc:\d+\] *", "", line)  # where in gloo

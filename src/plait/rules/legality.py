@@ -55,6 +55,8 @@ RANGES = {
     "train.bucket_mib": (0, None, (False, True)),
     "train.loss_scale": (0, None, (False, True)),
     "train.timeout": (1, 1_000_000, (True, True)),
+    "train.eval_every": (0, None, (True, True)),
+    "train.eval_batches": (1, None, (True, True)),
     "checkpoint.every": (0, None, (True, True)),
     "checkpoint.keep": (1, None, (True, True)),
 }

@@ -33,6 +33,8 @@ class Train:
         check_collectives: "first-step", "always" or "never": before each collective the ranks
             compare what they are about to send (on gloo, which dies of a difference).
         timeout: seconds that a rank waits for another.
+        eval_every: steps between evaluations (0: never) on samples that are not trained on,
+            the last `eval_batches` global batches of the corpus.
     """
 
     steps: int = 60
@@ -56,6 +58,8 @@ class Train:
     loss_scale: float = 65536.0
     check_collectives: str = "first-step"
     timeout: float = 300.0
+    eval_every: int = 0
+    eval_batches: int = 1
 
 
 @dataclass(frozen=True)

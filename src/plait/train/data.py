@@ -41,12 +41,14 @@ class Corpus:
             last one is the length of the row plus one, for no zero byte follows the last document.
         seq_len: tokens of a sample.
         seed: decides the order of the windows.
+        held: samples at the end that are kept for evaluation.
     """
 
     files: tuple[Path, ...]
     starts: np.ndarray
     seq_len: int
     seed: int
+    held: int = 0
 
     @cached_property
     def _opened(self) -> Callable[[Path], IO[bytes]]:
@@ -73,7 +75,19 @@ class Corpus:
         starts = np.concatenate([[0], np.cumsum(sizes + 1)])
         seq_len = job.train.seq_len
         assert seq_len is not None, "a job that is run is complete"
-        corpus = Corpus(tuple(path for path, _ in files), starts, seq_len, job.train.seed)
+        train = job.train
+        held = train.eval_batches * train.global_batch if train.eval_every else 0
+        corpus = Corpus(tuple(path for path, _ in files), starts, seq_len, train.seed, held)
+        if corpus.windows < 1 and corpus.windows + held >= 1:
+            total = corpus.windows + held
+            message = (
+                f"{held} samples are kept for evaluation and the corpus has {total}: "
+                "none is left to train on"
+            )
+            most = (total - 1) // train.global_batch
+            field, legal = ("batches", most) if most else ("every", 0)
+            value = getattr(train, f"eval_{field}")
+            raise UserError([error(f"train.eval_{field}", value, message, legal)])
         if corpus.windows < 1:
             message = (
                 f"the corpus has {corpus.bytes} bytes, a sample of seq_len {seq_len} needs "
@@ -91,12 +105,15 @@ class Corpus:
     @property
     def windows(self) -> int:
         """Samples of one epoch."""
-        return (self.bytes - 1) // self.seq_len
+        return (self.bytes - 1) // self.seq_len - self.held
 
     def sample(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Sample i >= 0, without end: (tokens, targets), each int64 [seq_len]."""
         epoch, position = divmod(i, self.windows)
-        start = permuted(position, self.windows, self.seed, epoch) * self.seq_len
+        return self._window(permuted(position, self.windows, self.seed, epoch))
+
+    def _window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        start = i * self.seq_len
         window = self.read(start, start + self.seq_len + 1).astype(np.int64)
         return window[:-1], window[1:]
 
@@ -112,10 +129,26 @@ class Corpus:
         Returns:
             tokens, targets: int64 [micro, seq_len]; index: int64 [micro], the samples' numbers.
         """
+        first = step * job.train.global_batch
+        return self._batch(first, job, dp_rank, accumulation_index, self.sample)
+
+    def evaluation(
+        self, job: Job, dp_rank: int, accumulation_index: int
+    ) -> "tuple[Tensor, Tensor, Tensor]":
+        """As `batch`, of the samples that are kept for evaluation."""
+        return self._batch(self.windows, job, dp_rank, accumulation_index, self._window)
+
+    def _batch(
+        self,
+        first: int,
+        job: Job,
+        dp_rank: int,
+        accumulation_index: int,
+        sample: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    ) -> "tuple[Tensor, Tensor, Tensor]":
         micro = job.layout.micro_batch
-        first = (accumulation_index * job.layout.dp + dp_rank) * micro
-        first += step * job.train.global_batch
-        tokens, targets = zip(*map(self.sample, range(first, first + micro)), strict=True)
+        first += (accumulation_index * job.layout.dp + dp_rank) * micro
+        tokens, targets = zip(*map(sample, range(first, first + micro)), strict=True)
         import torch  # here: whether a corpus is usable is found out without it
 
         return (

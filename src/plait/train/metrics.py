@@ -39,6 +39,8 @@ class Step:
         seconds: that the step took.
         memory_bytes: the largest that a rank has held so far.
         skipped: nothing was updated (float16 overflow).
+        eval_loss: after the step, on samples that are not trained on; None where it was not
+            measured, and then left out of the file.
     """
 
     step: int
@@ -49,11 +51,12 @@ class Step:
     seconds: float
     memory_bytes: int
     skipped: bool = False
+    eval_loss: float | None = None
 
     def to_json(self) -> str:
         """One line. JSON has no NaN and no infinity: they become null."""
-        fields = asdict(self).items()
-        return json.dumps({k: v if math.isfinite(v) else None for k, v in fields})
+        fields = {k: v for k, v in asdict(self).items() if v is not None}
+        return json.dumps({k: v if math.isfinite(v) else None for k, v in fields.items()})
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,23 @@ class Metrics:
         seconds: float,
         memory_bytes: int,
         skipped: bool = False,
+        eval_loss: float | None = None,
     ) -> None:
         """Reports a step that is done."""
         if not self.telling:
             return
         rate = self.tokens / max(seconds, 1e-9)
-        done = Step(step, loss, grad_norm, rate, learning_rate, seconds, int(memory_bytes), skipped)
+        done = Step(
+            step,
+            loss,
+            grad_norm,
+            rate,
+            learning_rate,
+            seconds,
+            int(memory_bytes),
+            skipped,
+            eval_loss,
+        )
         if self.file is not None:
             self.file.write(done.to_json() + "\n")
             self.file.flush()
@@ -144,7 +158,9 @@ class Metrics:
         steps = self.job.train.steps
         last = done.step + 1 == steps
         now = time.monotonic()
-        if now - self.shown < (LIVE_INTERVAL if self.live else PLAIN_INTERVAL) and not last:
+        if now - self.shown < (LIVE_INTERVAL if self.live else PLAIN_INTERVAL) and not (
+            last or done.eval_loss is not None
+        ):
             return
         self.shown = now
         line = (
@@ -153,6 +169,8 @@ class Metrics:
             f"{readable(done.memory_bytes)}  norm {done.grad_norm:.3g}  "
             f"lr {done.learning_rate:.2e}" + ("  skipped" if done.skipped else "")
         )
+        if done.eval_loss is not None:
+            line += f"  eval {done.eval_loss:.4f}"
         if self.live:
             self.live.update(self.task, completed=done.step + 1, line=line)
             self.live.refresh()

@@ -115,10 +115,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
     for step in range(start, job.train.steps):
         world.at_step(step)
         began = time.perf_counter()
-        batches = [
-            MicroBatch(*(t.to(world.device, non_blocking=True) for t in batch))
-            for batch in _batches(corpus, job, mesh, step)
-        ]
+        batches = [_on(world.device, batch) for batch in _batches(corpus, job, mesh, step)]
         with watch.step(step):
             result = program.step(batches, step, scale.value)
         loss, norm = result.loss.item(), result.grad_norm.item()
@@ -131,6 +128,8 @@ def train(job: Job, world: World, report: Metrics) -> Result:
                 + (f", the last checkpoint is {saved}" if saved else "")
             )
         scale.update(overflow)
+        done, every = step + 1, job.train.eval_every
+        evaluated = bool(every) and (done % every == 0 or done == job.train.steps)
         report.step(
             step=step,
             loss=loss,
@@ -139,8 +138,8 @@ def train(job: Job, world: World, report: Metrics) -> Result:
             seconds=seconds[-1],
             memory_bytes=_memory_bytes(world.device),
             skipped=overflow,
+            eval_loss=_evaluate(program, corpus, world) if evaluated else None,
         )
-        done = step + 1
         every = job.checkpoint.every
         if folder and (done == job.train.steps or (every and done % every == 0)):
             saved = checkpoint.save(program, job, done, folder, scale.state)
@@ -172,6 +171,18 @@ def _against_prediction(result: Result) -> str:
     if result.differences:
         return f"{memory}; sent not as predicted: {result.differences[0]}"
     return f"{memory}; every rank sent what the formulas say, byte for byte"
+
+
+def _evaluate(program: Program, corpus: Corpus, world: World) -> float:
+    """The mean loss on the samples that are kept for it."""
+    job, rank = program.job, program.mesh.dp_rank
+    micro_batches = range(job.train.eval_batches * job.train.accumulation)
+    batches = [_on(world.device, corpus.evaluation(job, rank, i)) for i in micro_batches]
+    return program.evaluate(batches).item()
+
+
+def _on(device: torch.device, batch: tuple[torch.Tensor, ...]) -> MicroBatch:
+    return MicroBatch(*(t.to(device, non_blocking=True) for t in batch))
 
 
 def _batches(corpus: Corpus, job: Job, mesh: Mesh, step: int) -> list[tuple[torch.Tensor, ...]]:
