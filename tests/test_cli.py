@@ -176,7 +176,7 @@ def test_the_help_speaks_of_every_field(plait):
         (("--model", "/nowhere/config.json"), "/nowhere/config.json"),
         (("--gpus", "h100"), "gpus: "),
         (("--gpus", "h100:0"), "gpus: "),
-        (("--pp", "2"), "layout.pp: pipeline parallelism is not built yet (pp 2)"),
+        (("--cp", "2"), "layout.cp: context parallelism is not built yet (cp 2)"),
         (("--model", "tiny-moe"), "a mixture of experts (tiny-moe) is not built yet"),
         (("--zero", "0", "--dp-shard", "2"), "zero 0 shards no model state"),
     ],
@@ -298,7 +298,7 @@ def test_world_size_under_torchrun(plait, library, monkeypatch):
         (("llama3.1-8b", "--gpus", "h100:64", "--tp", "8"), True, 0),
         (("llama3.1-8b", "--gpus", "h100:64", "--tp", "8"), False, 1),
         (("tiny", "--ranks", "4"), None, 0),
-        (("llama3.1-8b", "--gpus", "h100:64", "--pp", "2"), None, 1),  # understood, not built
+        (("llama3.1-8b", "--gpus", "h100:64", "--cp", "2"), None, 1),  # understood, not built
         (("--model", "tiny", "--ranks", "6", "--tp", "3"), None, 1),  # understood, illegal
     ],
 )

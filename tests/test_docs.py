@@ -108,7 +108,15 @@ def test_the_readme_has_two_commands():
 
 #: Fields that are worked out from others where they are not given.
 DERIVED = {
-    Layout: {"sequence_parallel", "schedule", "dp_replicate", "dp_shard", "zero", "micro_batch"},
+    Layout: {
+        "sequence_parallel",
+        "vpp",
+        "schedule",
+        "dp_replicate",
+        "dp_shard",
+        "zero",
+        "micro_batch",
+    },
     Model: {"name", "ffn", "kv_heads", "head_dim"},
 }
 SECTIONS = {
