@@ -63,23 +63,23 @@ def test_no_builder_is_below_the_bound(data):
 
 
 @pytest.mark.parametrize("comm", [0.0, 0.5])
-@pytest.mark.parametrize("cap", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("cap", [1, 1.5, 2, math.inf])
 @pytest.mark.parametrize(("f", "b", "w"), [(1, 1, 1), (1, 2, 1), (2, 1, 3)])
-@pytest.mark.parametrize(("pp", "vpp", "m"), [(2, 1, 2), (2, 1, 3), (3, 1, 2), (2, 2, 2)])
-def test_between_the_bound_and_auto_lies_the_best(pp, vpp, m, f, b, w, comm, cap):
-    """Against every order that there is."""
+@pytest.mark.parametrize(("pp", "vpp", "m"), [(2, 1, 3), (3, 1, 3), (2, 2, 2)])
+def test_auto_is_the_best_of_all(pp, vpp, m, f, b, w, comm, cap):
+    """Against every order that there is, in a loop and there and back."""
     times = Times.even((pp * vpp, pp), f, b, w, comm)
-    homes = tuple(range(pp)) * vpp
-    best = exhaustive(homes, m, times, cap)
+    bests = []
+    for homes in [tuple(range(pp)) * vpp, *v_shape(pp, vpp)]:
+        bests.append(exhaustive(homes, m, times, cap))
+        assert lower_bound({homes: m}, times, cap) <= bests[-1] + 1e-9
     found = makespan(auto(pp, m, vpp, times, None if cap == math.inf else cap), times)
-    assert lower_bound({homes: m}, times, cap) <= best + 1e-9
-    # there may be another placement that is better than the loop
-    assert found <= best + 1e-9 if vpp == 1 else found <= best * 1.1
+    assert found == pytest.approx(min(bests))
 
 
 def exhaustive(homes, m, times, cap) -> float:
     """The least makespan over all orders in which micro batches pass each chunk in their order:
-    every rank that is next to be free does any action that it can, or one of another rank first."""
+    all of them, but for what is in every respect later than something seen before."""
     pp, chunks = 1 + max(homes), len(homes)
     room = min(cap * chunks / pp, chunks * m) + 1e-9
     f, i, w = times.forward, times.input_grad, times.weight_grad
