@@ -6,8 +6,6 @@ compute dtype, a of an accurate one. "Keeps" is what autograd holds until the mo
 the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
-from collections.abc import Callable
-
 from plait.cost.maps import Maps
 from plait.cost.parts import Part
 from plait.cost.tape import Tape
@@ -27,6 +25,7 @@ class Chunk(Maps):
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
         self.given = False  # the gradient of the stream is somebody else's, to the end
         self.owed = 0  # bytes of that gradient, once it has been used
+        self.kept = 0  # bytes of the context that forward left
 
     def record(self, kind: str, accumulated: bool) -> Tape:
         """What an action does, on a tape that begins with nothing.
@@ -59,7 +58,7 @@ class Chunk(Maps):
         """Leaves the output; of the head what the loss keeps."""
         tape, engine = self.tape, self.engine
         tape.enter("forward", "activations")
-        self.context(tape.take)
+        passing = self.context()
         for unit, name in enumerate(self.units):
             if name == "head":
                 tape.enter("loss", "logits")
@@ -71,8 +70,7 @@ class Chunk(Maps):
             else:
                 self.layer(_number(name), keep=self.layout.recompute != "full")
             engine.release(unit)
-        if not self.part.layers:
-            self.context(tape.drop)
+        tape.drop(passing, "activations")
 
     def backward(self) -> None:
         """Turns the output's gradient into the input's, and drops what forward kept."""
@@ -96,8 +94,7 @@ class Chunk(Maps):
                 if self.layout.recompute == "full":
                     self.layer(_number(name), keep=True, stop=True)
                 self.layer_backward(_number(name))
-        if part.layers:
-            self.context(tape.drop)
+        tape.drop(self.kept)  # of the context
         # Where a branch has no norm before it, a map that is put off keeps the chunk's input.
         keeps = self.queue is not None and not self.before and part.layers
         tape.drop(self.owed + (0 if part.embed or keeps else self.stream))
@@ -116,18 +113,25 @@ class Chunk(Maps):
             self.tape.drop(self.stream)
         self.given = self.shared = False
 
-    def context(self, change: Callable[[int], None]) -> None:
-        """Positions and token numbers (int64); the rotary tables, cos and sin for each theta."""
-        s, model = self.s, self.model
-        n = 8 * (s.seq + s.tokens)
+    def context(self) -> int:
+        """Leaves positions and token numbers (int64), a mask, the rotary tables; returns the bytes
+        of those that are let go after forward. Rotations keep their tables, and what is recomputed
+        all that it was given."""
+        s, tape, model = self.s, self.tape, self.model
+        passing, tables = 8 * (s.seq + s.tokens), 0
+        tape.take(passing)
         if model.positions == "rope":
-            n += 2 * s.c * s.seq * s.dim * (1 if model.rope_local_theta is None else 2)
+            tape.spike((12 * s.seq + s.c * s.seq // 2) * s.dim)  # angles, sines in float64
+            tables = 2 * s.c * s.seq * s.dim * (1 if model.rope_local_theta is None else 2)
+            tape.take(tables)
         if model.window is not None and s.seq > model.window:
             # One for all layers; made from distances, int64, and two conditions.
-            n += s.seq * s.seq
-            if change == self.tape.take:
-                self.tape.spike(11 * s.seq * s.seq)
-        change(n)
+            tape.spike(11 * s.seq * s.seq)
+            tape.take(s.seq * s.seq)
+            passing += s.seq * s.seq
+        again = self.layout.recompute == "full" or self.again("attention")
+        self.kept = (tables + (passing if again else 0)) if self.part.layers else 0
+        return passing + tables - self.kept
 
     # -- norm: [rows, width] -> the same. Keeps its input, which is its maker's to count
 
@@ -341,9 +345,9 @@ class Chunk(Maps):
         s, tape, model = self.s, self.tape, self.model
         if self.tp:
             tape.take(9 * s.tokens)  # where tokens are looked up (int64), which are not (bool)
-            tape.spike(2 * self.whole)
-            with tape.during(self.whole if self.rows else 0, "buffers"):
-                tape.take(self.stream)
+            with tape.during(self.whole):  # what was found, before others' tokens are masked
+                with tape.during(self.whole if self.rows else 0, "buffers"):
+                    tape.take(self.stream)
         else:
             tape.take(self.stream)
         if model.embed_scale:
@@ -421,6 +425,12 @@ class Chunk(Maps):
         if not self.tp and self.coarse:
             tape.spike(s.a * n)
         tape.drop(s.c * n)
+        tape.take(self.targets)
+
+    @property
+    def targets(self) -> int:
+        """Under tp which targets are this rank's, and where (bool, int64)."""
+        return 9 * self.s.tokens if self.tp else 0
 
     def head_backward(self) -> None:
         """Leaves the gradient of the residual stream."""
@@ -430,7 +440,7 @@ class Chunk(Maps):
             tape.spike(s.a * n + (s.c * n if self.coarse else 0))
         elif self.coarse:
             tape.spike(s.c * n)
-        tape.drop(s.a * n - s.c * n)
+        tape.drop(s.a * n - s.c * n + self.targets)
         if self.model.logit_softcap:
             tape.spike(s.c * n)
             tape.drop(s.c * n)

@@ -72,14 +72,15 @@ class Maps:
         return self.s.c * self.numel[name if name in self.numel else TABLE]
 
     def arrive(self, *names: str, weights: bool = False) -> None:
-        """Gradients of parameters are added to their buckets and dropped, small ones later where
-        gradients are put off."""
+        """Gradients of parameters are added to their buckets and dropped; where gradients are put
+        off, small ones are kept, as they are, for later."""
         for name in names:
             if name == "head.output.weight" and name not in self.numel and not self.part.embed:
                 name = TABLE
             if name in self.numel:
                 if self.queue is not None:
-                    self.queue.append(PutOff((name,)))
+                    self.tape.take(self.weight(name))
+                    self.put_off([name], (self.tape.kind, self.weight(name)))
                     continue
                 self.engine.arrive(name)
                 if weights:

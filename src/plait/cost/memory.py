@@ -14,6 +14,7 @@ functions of `models/layers.py`, `parallel/tensor.py` and torch:
     MLP          gate, up and their product: c T 3 f (no gate: up and its activation, c T 2 f)
     dropout      the mask, a byte an element
     loss         log probabilities (tp: the softmax), a T V / tp
+    put off      from I to W of each map its input and its outputs' gradients (`cost/maps.py`)
 
 T tokens of a micro batch, H hidden, q, kv, f, V this rank's widths. Full recompute keeps the
 stream alone; selective recompute keeps a module's input. Not counted: what kernels use inside,
@@ -25,7 +26,7 @@ from collections.abc import Iterable
 from plait.cost.data import buckets_of
 from plait.cost.dtypes import dtypes_of
 from plait.cost.ledger import StageMemory
-from plait.cost.parts import Part, parts_of
+from plait.cost.parts import parts_of
 from plait.cost.pipeline import shared
 from plait.cost.step import Step, plain
 from plait.cost.tape import MOMENTS, Tape
@@ -40,35 +41,22 @@ def memory(job: Job) -> list[StageMemory]:
 
     A step in the steady state; all ranks of a stage hold the same. `train.dtype` must be resolved.
     """
-    programs = with_transfers(table_of(job)) if job.layout.pp > 1 else [None]
+    if job.layout.pp == 1:
+        programs, place, split = [plain(job.train.accumulation)], {}, False
+    else:
+        table = table_of(job)
+        programs, place, split = with_transfers(table), table.place, table.split
     rows = []
     for stage, (parts, actions) in enumerate(zip(parts_of(job), programs, strict=True)):
-        tape = _step(job, stage, parts, actions)
+        buckets = [b for part in parts for b in buckets_of(job, part.chunk)]
+        tape = Tape(states(job, buckets))
+        step = Step(job, parts, split, tape)
+        step.run(actions, place, _exchanged(job, stage), _cast(job, buckets))
         rows += [
             StageMemory(stage, moment, **tape.peaks[moment], total=tape.most[moment])
             for moment in MOMENTS
         ]
     return rows
-
-
-def _step(job: Job, stage: int, parts: list[Part], actions: Iterable | None) -> Tape:
-    """What one rank of a stage goes through."""
-    buckets = [b for part in parts for b in buckets_of(job, part.chunk)]
-    tape = Tape(states(job, buckets))
-    _, m, g = element_bytes(job)
-    shards = job.layout.fsdp if zero_stage(job.layout) else 1
-    own = sum(b.size for b in buckets) // shards
-    # Where they differ, gradients are cast to the master dtype, all of this rank's at once.
-    cast = m * own if m != g else 0
-    if actions is None:
-        step = Step(job, parts, split=False, tape=tape)
-        step.run(plain(job.train.accumulation), {}, exchanged=0, cast=cast)
-        return tape
-    table = table_of(job)
-    copies = [b.size for b, _ in shared(job, table, stage, table.held[stage])]
-    step = Step(job, parts, table.split, tape)
-    step.run(actions, table.place, g * max(copies, default=0) // shards, cast)
-    return tape
 
 
 # ------------------------------------------------------------------------------------------
@@ -104,3 +92,23 @@ def states(job: Job, buckets: Iterable[Bucket]) -> dict[str, int]:
         "gradients": g * (whole if zero < 2 else own),
         "optimizer": 2 * m * own + (m * own if split else 0),
     }
+
+
+def _cast(job: Job, buckets: Iterable[Bucket]) -> int:
+    """Bytes of gradients in the master dtype, where they have another: all of this rank's at
+    once."""
+    _, m, g = element_bytes(job)
+    return m * sum(b.size for b in buckets) // _shards(job) if m != g else 0
+
+
+def _exchanged(job: Job, stage: int) -> int:
+    """Bytes of the largest piece of gradients that comes from another stage."""
+    if job.layout.pp == 1:
+        return 0
+    table = table_of(job)
+    copies = (b.size for b, _ in shared(job, table, stage, table.held[stage]))
+    return element_bytes(job)[2] * max(copies, default=0) // _shards(job)
+
+
+def _shards(job: Job) -> int:
+    return job.layout.fsdp if zero_stage(job.layout) else 1

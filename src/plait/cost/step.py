@@ -56,11 +56,10 @@ class Step:
         accumulated = dict.fromkeys(self.chunks, False)
         for kind, chunk, micro in actions:
             if kind.startswith("RECV"):
-                tape.enter("forward", "activations")
+                tape.enter("forward" if kind == "RECV_F" else "backward", "activations")
                 tape.take(self.stream)
             elif kind.startswith("SEND"):
-                forward = kind == "SEND_F"
-                way = forward, place[chunk + (1 if forward else -1), micro]
+                way = kind, place[chunk + (1 if kind == "SEND_F" else -1), micro]
                 tape.drop(self.stream if way in sent else 0, "activations")
                 sent.add(way)
             else:

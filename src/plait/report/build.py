@@ -124,7 +124,8 @@ def _unknown_memory(job: Job) -> dict[str, Any]:
 
 def _traffic(job: Job, grid: Grid) -> list[dict[str, Any]]:
     ledger = traffic(job)
-    far = {e.axis for e in ledger.entries if _leaves_domain(job, grid, e.axis)}
+    axes = {entry.axis for entry in ledger.entries}
+    far = {axis for axis in axes if _leaves_domain(job, grid, axis)}
     return [asdict(row) for row in ledger.rows(inter_node=far)]
 
 
