@@ -36,10 +36,15 @@ released one W (the shortest) apart. These two losses are at different times, fo
 longer than both together.
     K (makespan - head) >= sum of n(c) (trip(c) + W(c)) + (K (K - 1) / 2) (shortest F + shortest W)
 That holds for anything above K too; it is the strongest at K or at all that pass the rank.
+
+slots: what is held never overlaps K times over, so it fits into K slots one after the other, and of
+any N chunks some slot has N / K, rounded up. For the N that are held longest, at least h each:
+    makespan >= head + ceil(N / K) h
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -110,12 +115,15 @@ def _rank_bound(mine: list[_Visit], room: float) -> float:
     end = min(v.tail for v in mine) - _longest(k, ((v.w, v.many) for v in mine))
     last = min(v.trip - v.f + v.w for v in mine) - _longest(k, ((v.i + v.w, v.many) for v in mine))
     held = sum(v.many * (v.trip + v.w) for v in mine)
+    holds = sorted(((v.trip + v.w, v.many) for v in mine), reverse=True)
+    longest = zip((hold for hold, _ in holds), accumulate(many for _, many in holds), strict=True)
     ramp = min(v.f for v in mine) + min(v.w for v in mine)
     return max(
         begin + work,
         begin + work + end,
         (begin if k < passes else head) + work + last,
         *(head + held / n + ramp * (n - 1) / 2 for n in (k, passes)),
+        *(head + -(-many // k) * hold for hold, many in longest),
     )
 
 
