@@ -79,6 +79,7 @@ class FlatBucket:
         whole = bucket.size if stage < 2 else n
         self.grads = torch.zeros(whole, dtype=dtypes.grad, device=device)
         self.whole: Tensor | None = self.grads if stage < 2 else None
+        self.places: dict[int, Tensor] = {}  # by their start in `whole`
         self.weights: Handle = Done()  # the gather under way into `full`
         self.gathered = True
         self.arrived: set[str] = set()  # parameters whose gradient of this micro batch is in
@@ -145,11 +146,15 @@ class FlatBucket:
         if self.whole is None:
             self.whole = torch.empty(self.bucket.size, dtype=self.dtypes.grad, device=grad.device)
             self._zero_gaps()
-        place = self.whole[entry.start : entry.stop]
+        place = self.places.get(entry.start)
+        if place is None:
+            place = self.whole[entry.start : entry.stop].view(entry.shape)
+            if self.stage < 2:  # where `whole` stays
+                self.places[entry.start] = place
         if self.accumulated and self.stage < 2:
-            place.add_(grad.reshape(-1))
+            place.add_(grad)
         else:
-            place.copy_(grad.reshape(-1))
+            place.copy_(grad)
         self.arrived.add(entry.parameter.name)
 
     def _zero_gaps(self) -> None:

@@ -14,9 +14,10 @@ Without a pipeline the same program runs: F and B of micro batch after micro bat
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,17 +198,15 @@ class _Run:
         if key in local:
             return local.pop(key)
         handle, x, action = self.coming.pop((kind, chunk, micro))
-        with self._waiting(action):
-            handle.wait()
+        self._moving(action, handle.wait)
         return x
 
     def receive(self, action: Action, _: bool) -> None:
         rows = self._rows(action.micro)
         pipeline = self.pipeline
-        phase = "forward" if action.kind == "RECV_F" else "backward"
-        with self.scope.during(phase), self._waiting(action):
+        with self.scope.during("forward" if action.kind == "RECV_F" else "backward"):
             x = torch.empty(rows, pipeline.hidden, dtype=pipeline.dtype, device=pipeline.device)
-            handle = self.pp.receive(x, self._peer(action), self._what(action))
+            handle = self._moving(action, self.pp.receive, x, self._peer(action), _what(action))
         self.coming[action.kind, action.chunk, action.micro] = handle, x, action
 
     def send(self, action: Action, _: bool) -> None:
@@ -216,15 +215,13 @@ class _Run:
             self._let_go(action.kind, peer)
         results = self.outputs if action.kind == "SEND_F" else self.gradients
         x = results.pop((action.chunk, action.micro)).contiguous()
-        phase = "forward" if action.kind == "SEND_F" else "backward"
-        with self.scope.during(phase), self._waiting(action):
-            handle = self.pp.send(x, peer, self._what(action))
+        with self.scope.during("forward" if action.kind == "SEND_F" else "backward"):
+            handle = self._moving(action, self.pp.send, x, peer, _what(action))
         self.sent[action.kind, peer] = handle, x, action
 
     def _let_go(self, kind: str, peer: int) -> None:
         handle, _, action = self.sent.pop((kind, peer))
-        with self._waiting(action):
-            handle.wait()
+        self._moving(action, handle.wait)
 
     def _rows(self, micro: int) -> int:
         layout = self.pipeline.mesh.layout
@@ -235,29 +232,36 @@ class _Run:
         step = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}[action.kind]
         return self.place[action.chunk + step, action.micro]
 
-    def _what(self, action: Action) -> str:
-        """The message of an action, in the same words on both sides."""
-        forward = action.kind.endswith("F")
-        maker = action.chunk
-        if action.kind.startswith("RECV"):
-            maker += -1 if forward else 1
-        what = "output" if forward else "input gradient"
-        return f"{what} of chunk {maker}, micro batch {action.micro},"
-
-    @contextmanager
-    def _waiting(self, action: Action) -> Iterator[None]:
-        """Says of whatever goes wrong within for which action it was."""
-        peer, stage = self._peer(action), self.pp.rank
-        verb = "sends" if action.kind.startswith("SEND") else "waits for"
-        side = "to" if verb == "sends" else "from"
-        what = f"{verb} the {self._what(action)} {side} stage {peer} ({action})"
-        self.scope.note(what)
+    def _moving(self, action: Action, call: Callable[..., Any], *args: Any) -> Any:
+        """Makes a call, and says of whatever goes wrong in it for which action it was."""
+        doing = _doing(action, self._peer(action))
+        self.scope.note(doing)
         try:
-            yield
+            return call(*args)
         except CollectiveMismatch:
             raise
         except RuntimeError as e:  # dist.DistError, and what gloo raises
-            raise TransferLost(f"stage {stage} {what}: {_first_line(e)}") from e
+            raise TransferLost(f"stage {self.pp.rank} {doing}: {_first_line(e)}") from e
+
+
+# Every step says the same again: what is said of an action is kept.
+
+
+@lru_cache(maxsize=2**14)
+def _what(action: Action) -> str:
+    """The message of an action, in the same words on both sides."""
+    forward = action.kind.endswith("F")
+    maker = action.chunk
+    if action.kind.startswith("RECV"):
+        maker += -1 if forward else 1
+    what = "output" if forward else "input gradient"
+    return f"{what} of chunk {maker}, micro batch {action.micro},"
+
+
+@lru_cache(maxsize=2**14)
+def _doing(action: Action, peer: int) -> str:
+    verb, side = ("sends", "to") if action.kind.startswith("SEND") else ("waits for", "from")
+    return f"{verb} the {_what(action)} {side} stage {peer} ({action})"
 
 
 def _first_line(e: Exception) -> str:
