@@ -15,5 +15,7 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
     if purpose == "train":
         rules = legality.TRAIN_RULES + rules
     found = [finding for rule in rules for finding in rule(job)]
+    if all(finding.level != "error" for finding in found):
+        found += [finding for rule in pipeline.LEDGER_RULES for finding in rule(job)]
     order = ("error", "warning", "note")
     return sorted(found, key=lambda f: order.index(f.level))

@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from plait.cost.flops import chunk_flops
+from plait.cost.ledger import MEMORY_TOLERANCE
+from plait.cost.memory import memory
 from plait.planner.partition import by_cost, placement
 from plait.rules.numbers import element_bytes, in_bytes, stream_bytes
 from plait.schedules.build import problems
@@ -158,6 +160,47 @@ def _shown(stages: tuple[int, ...]) -> str:
 
 
 RULES = (chunks_have_layers, stages_partition, schedule_suits, table_in_file)
+
+
+def recompute_frees(job: Job) -> Iterator[Finding]:
+    """Where weight gradients are put off, recomputation has to free something by then.
+
+    A weight gradient needs its map's input: from I to W that is held whether it was kept since
+    the forward or made again. What recomputation frees is held from F to I alone.
+    """
+    layout = job.layout
+    if layout.pp == 1 or layout.recompute == "none" or not table_of(job).split:
+        return
+    dtype = job.train.dtype
+    if dtype == "auto":
+        dtype = "float32" if job.cluster is None else "bfloat16"
+    job = replace(job, train=replace(job.train, dtype=dtype))
+    kept = replace(job, layout=replace(layout, recompute="none"))
+    with_, without = _most(job), _most(kept)
+    if any(a < (1 - MEMORY_TOLERANCE) * b for a, b in zip(with_, without, strict=True)):
+        return
+    stage = with_.index(max(with_))
+    message = (
+        f"recompute {layout.recompute} frees nothing under {layout.schedule}, which puts weight "
+        f"gradients off and holds what they need: beside the states stage {stage} has "
+        f"{in_bytes(with_[stage])} with it and {in_bytes(without[stage])} without"
+    )
+    where = "layout.recompute"
+    yield error(where, layout.recompute, message, "none", "recompute-frees-nothing")
+
+
+def _most(job: Job) -> list[int]:
+    """For each stage the most that it holds beside parameters, gradients, optimizer states."""
+    most = [0] * job.layout.pp
+    for row in memory(job):
+        if row.moment != "optimizer":
+            passing = row.total - row.parameters - row.gradients - row.optimizer
+            most[row.stage] = max(most[row.stage], passing)
+    return most
+
+
+#: What takes a ledger to say, and is asked of jobs that are legal otherwise.
+LEDGER_RULES = (recompute_frees,)
 
 # ------------------------------------------------------------------------------------------
 # A pity
