@@ -274,3 +274,139 @@ def test_options_without_their_axis_are_named_and_kept(layout, where):
 def test_errors_come_first():
     job = read_job("train", ranks=8, overrides={"zero": 3, "dp_replicate": 8, "steps": 0})
     assert [f.level for f in check(job)] == ["error", "warning"]
+
+
+# ------------------------------------------------------------------------------------------
+# Pipelines
+
+LLAMA = {"model": "llama3.1-8b", "seq_len": 4096}
+
+
+def pipeline(rule, ranks=8, **said):
+    """The findings of one rule of a pipelined job, and the job."""
+    said = LLAMA | {"pp": 4, "accumulation": 16} | said
+    job = read_job("plan", ranks=ranks, overrides=said)
+    return job, [f for f in check(job, "plan") if f.rule == rule]
+
+
+def mended(job, finding, **said):
+    """The errors of the job that a finding suggests."""
+    said = LLAMA | {"pp": 4, "accumulation": 16} | said
+    if "train.global_batch" in finding.suggest and "train.accumulation" not in finding.suggest:
+        said.pop("accumulation")
+    for path, value in finding.suggest.items():
+        said.pop(path.rpartition(".")[2], None)
+        said[path] = value
+    job = read_job("plan", ranks=job.layout.world, overrides=said)
+    return [f for f in check(job, "plan") if f.level == "error"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "ranks", "said", "where", "nearest"),
+    [
+        # 32 layers, embedding and head: 34 chunks at most; of 64 ranks pp 32.
+        ("chunks", 64, {"pp": 64}, "layout.pp", 32),
+        ("chunks", 64, {"pp": 16, "vpp": 4}, "layout.vpp", 2),
+        ("chunks", 64, {"pp": 32, "schedule": "zbv"}, "layout.pp", 16),
+        ("stages", 8, {"stages": "8,8,8,9"}, "layout.stages", "8,8,8,8"),
+        ("stages", 8, {"stages": "16,0,8,8"}, "layout.stages", "8,8,8,8"),
+        # DualPipe wants an even pp, and at least 2 pp micro batches, an even number of them.
+        ("schedule", 24, {"pp": 3, "schedule": "dualpipe"}, "layout.pp", 2),
+        ("schedule", 8, {"schedule": "dualpipe", "accumulation": 9}, "train.accumulation", 10),
+        (
+            "schedule",
+            8,
+            {"schedule": "interleaved-1f1b:3"},
+            "layout.schedule",
+            "interleaved-1f1b:4",
+        ),
+    ],
+)
+def test_pipelines_that_cannot_be(rule, ranks, said, where, nearest):
+    job, (finding,) = pipeline(rule, ranks, **said)
+    assert (finding.level, finding.where, finding.nearest) == ("error", where, nearest)
+    assert mended(job, finding, **said) == []
+
+
+@pytest.mark.parametrize("stages", ["0,11,11,10", "10,11,11,0", "8,8,8,8", "cost", "balanced"])
+def test_the_ends_may_have_no_layer(stages):
+    assert pipeline("stages", stages=stages)[1] == []
+
+
+def test_a_table_in_a_file_must_suit(tmp_path):
+    path = tmp_path / "mine.csv"
+    said = {"schedule": str(path), "pp": 2, "accumulation": 2}
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert pipeline("schedule", **said)[1] == []
+    for wrong, where, nearest in (
+        ({"pp": 4}, "layout.pp", 2),
+        ({"vpp": 2}, "layout.vpp", 1),
+        ({"accumulation": 4}, "train.accumulation", 2),
+    ):
+        _, (finding,) = pipeline("schedule", **(said | wrong))
+        assert (finding.where, finding.nearest) == (where, nearest)
+    path.write_text("0F0,0B0,0F1,0B1\n1B0,1F0,1F1,1B1\n")
+    _, found = pipeline("schedule", **said)
+    assert found
+    assert {f.where for f in found} == {"layout.schedule"}
+    path.unlink()
+    _, (finding,) = pipeline("schedule", **said)
+    assert "cannot be read" in finding.message
+
+
+def test_recompute_has_to_free_something():
+    """A norm's output is the next map's input: kept for its weight gradient, made again or not."""
+    split = {"schedule": "zb-h1"}
+    _, (finding,) = pipeline("recompute-frees-nothing", recompute="selective:norm", **split)
+    assert (finding.level, finding.where, finding.nearest) == ("error", "layout.recompute", "none")
+    assert "GiB with it and" in finding.message
+    for legal in (
+        {"recompute": "full"} | split,
+        {"recompute": "selective:mlp"} | split,
+        {"recompute": "selective:norm", "schedule": "1f1b"},
+    ):
+        assert pipeline("recompute-frees-nothing", **legal)[1] == []
+
+
+def test_few_micro_batches_leave_a_bubble():
+    """1F1B with equal stages: (p - 1) / (m + p - 1) of a step is idle (2104.04473, section 2.2)."""
+    job, (finding,) = pipeline("pipeline-bubble", accumulation=4)
+    assert finding.suggest == {"train.accumulation": 16, "train.global_batch": 32}
+    assert mended(job, finding, accumulation=4) == []
+    # A deep model: the head is nothing beside a stage.
+    said = {"model.layers": 4000, "model.vocab": 256, "accumulation": 4}
+    _, (finding,) = pipeline("pipeline-bubble", **said)
+    assert "idles 43% of a step, with 16 16%" in finding.message
+    assert pipeline("pipeline-bubble", accumulation=16)[1] == []
+
+
+def test_smaller_pieces_of_the_same_batch_fill_a_pipeline():
+    job, (finding,) = pipeline("pipeline-bubble", accumulation=4, micro_batch=4)
+    assert finding.suggest == {"layout.micro_batch": 1, "train.accumulation": 16}
+    assert mended(job, finding, accumulation=4, micro_batch=4) == []
+
+
+def test_the_head_makes_stages_uneven():
+    """A vocabulary of 152 thousand beside layers of 3 x 1024 x 3072 and less."""
+    said = {"model": "qwen3-0.6b", "pp": 2, "seq_len": 2048}
+    job, (finding,) = pipeline("uneven-stages", **said)
+    assert finding.level == "note"
+    assert mended(job, finding, **said) == []
+    assert pipeline("uneven-stages", stages=finding.suggest["layout.stages"], **said)[1] == []
+
+
+def test_dualpipe_holds_everything_twice():
+    """8 billion parameters over 4 stages, in bfloat16: 3.7 GiB, and twice that."""
+    said = {"schedule": "dualpipe", "dtype": "bfloat16"}
+    job, (finding,) = pipeline("two-copies", **said)
+    assert "7.48 GiB of weights on a rank instead of 3.74 GiB" in finding.message
+    assert mended(job, finding, **said) == []
+    assert pipeline("two-copies", schedule="dualpipev")[1] == []
+
+
+def test_sharded_gradients_are_sent_for_each_micro_batch():
+    """ZeRO-2: 16 reduce-scatters of 2 billion parameters, instead of one and a gather."""
+    job, (finding,) = pipeline("accumulation-traffic", zero=2)
+    assert finding.suggest == {"layout.zero": 1}
+    assert "16 reduce-scatters" in finding.message
+    assert mended(job, finding, zero=2) == []
