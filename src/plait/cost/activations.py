@@ -375,7 +375,8 @@ class Chunk(Maps):
                 tape.take(self.stream)
                 self.drop_gradient()
         # Both lookups have the same gradient, which is let go after the table's.
-        alike = not self.tp and not model.embed_scale
+        gathers = self.rows and later  # the lookup by itself gathers its gradient, in W
+        alike = (not self.tp or gathers) and not model.embed_scale
         if model.positions == "learned" and later:
             held = 8 * s.tokens + (0 if alike else self.stream)
             self.put_off(["embed.positions.weight"], (tape.kind, held))
@@ -387,7 +388,7 @@ class Chunk(Maps):
         if model.embed_scale:
             tape.take(self.stream)
             self.drop_gradient()
-        if self.tp:
+        if self.tp and not gathers:
             if self.rows:
                 tape.take(self.whole, "buffers")
                 self.drop_gradient()
@@ -397,6 +398,11 @@ class Chunk(Maps):
                 tape.take(self.whole)
                 self.drop_gradient()
             tape.drop(s.tokens if later else 9 * s.tokens)
+        if gathers:
+            held = (tape.kind, self.stream + 9 * s.tokens)
+            self.put_off([table], held, gathered=self.whole)
+            self.given = self.shared = False
+            return
         if later:
             self.put_off([table], (tape.kind, self.whole + (8 * s.tokens if self.tp else 0)))
             self.given = self.shared = False

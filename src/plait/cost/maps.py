@@ -167,15 +167,16 @@ class Maps:
         self.arrive(f"{name}.bias")
         own = self.stream if self.after or self.model.dropout else 0
         input = s.c * s.tokens * width
+        gathered = self.whole if self.rows else 0
         if self.queue is not None:
-            tape.take(self.whole if self.rows else 0, "buffers")
-            tape.drop(own if self.rows else 0)
-            tape.take(input)
-            gradient = ("buffers", self.whole) if self.rows else (tape.kind, self.stream)
-            self.put_off([weight], (tape.kind, input), gradient)
+            with tape.during(gathered, "buffers"):
+                tape.drop(own if self.rows else 0)
+                tape.take(input + (self.stream if self.rows else 0))
+            held = (tape.kind, input), (tape.kind, self.stream)
+            self.put_off([weight], *held, gathered=gathered)
             self.shared = not self.rows and not own
             return
-        with tape.during(self.whole if self.rows else 0, "buffers"):
+        with tape.during(gathered, "buffers"):
             tape.drop(own if self.rows else 0)
             tape.take(input + self.weight(weight))
             tape.drop(kept + (0 if self.rows else own))

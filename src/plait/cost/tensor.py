@@ -12,7 +12,9 @@ compute dtype:
 
 A layer has two regions, so 4 all-reduces, or 4 all-gathers and 4 reduce-scatters and 2 all-gathers
 more because only a rank's own rows of a region's input are kept (Megatron-LM 1909.08053 section 3;
-2205.05198 section 4.2.2). The embedding leaves a region, the head enters one.
+2205.05198 section 4.2.2). The embedding leaves a region, the head enters one. Where a pipeline
+puts weight gradients off, a rank keeps its own rows of a region's output gradient too: 2
+all-gathers more a layer.
 """
 
 from plait.cost.dtypes import dtypes_of, size_of
@@ -45,6 +47,10 @@ def tensor_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> N
     regions("forward", entered, left)
     if layout.sequence_parallel:
         add("all-gather", "backward", dtypes.compute, stream, entered + left)
+        # Where weight gradients are put off, what leaves a region gathers its gradient once more;
+        # not the embedding, which has no input gradient.
+        again = 2 * layers * part.put_off
+        ledger.add(stage, "tp", "all-gather", "backward", dtypes.compute, stream, layout.tp, again)
         add("reduce-scatter", "backward", dtypes.compute, stream, entered)
     else:
         add("all-reduce", "backward", dtypes.compute, stream, entered)

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from plait.parallel.collectives import Axis
+
 
 class Later:
     """Where the maps of one chunk leave the weight gradients that are put off.
@@ -37,11 +39,17 @@ def finish(queue: list[Callable[[], None]]) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T whose weight gradient may be put off."""
+    """y = x W^T whose weight gradient may be put off.
+
+    With an axis, the output gradient has been gathered over it: then a rank keeps its own rows,
+    and gathers them once more when their time has come.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, later: Later, owner: nn.Module) -> Tensor:
-        ctx.later, ctx.owner = later, owner
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, later: Later, owner: nn.Module, axis: Axis | None
+    ) -> Tensor:
+        ctx.later, ctx.owner, ctx.axis = later, owner, axis
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight)
 
@@ -49,13 +57,19 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        later, owner = ctx.later, ctx.owner
+        later, owner, axis = ctx.later, ctx.owner, ctx.axis
         dx = grad @ weight
         if later.queue is None:
-            return dx, grad.t() @ x, None, None
+            return dx, grad.t() @ x, None, None, None
         x = x.detach()  # as saved it would hold the whole graph
-        later.queue.append(lambda: later.deliver(owner.weight, grad.t() @ x))
-        return dx, None, None, None
+        kept = grad if axis is None else axis.own_rows(grad).clone()
+
+        def make() -> None:
+            whole = kept if axis is None else axis.gather_rows(kept)[0]
+            later.deliver(owner.weight, whole.t() @ x)
+
+        later.queue.append(make)
+        return dx, None, None, None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -82,11 +96,14 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def linear(x: Tensor, owner: nn.Module, later: Later | None) -> Tensor:
-    """x [T, in] times owner.weight [out, in], without a bias -> [T, out]."""
+def linear(x: Tensor, owner: nn.Module, later: Later | None, axis: Axis | None = None) -> Tensor:
+    """x [T, in] times owner.weight [out, in], without a bias -> [T, out].
+
+    axis: over which the gradient of the result will have been gathered (dim 0), if it was.
+    """
     if later is None:
         return F.linear(x, owner.weight)
-    return _Linear.apply(x, owner.weight, later, owner)
+    return _Linear.apply(x, owner.weight, later, owner, axis)
 
 
 def lookup(index: Tensor, owner: nn.Module, later: Later | None) -> Tensor:

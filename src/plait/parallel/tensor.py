@@ -154,10 +154,11 @@ class RowParallel(nn.Module):
     def __init__(self, linear: nn.Linear, axis: Axis, rows: bool, later: Later | None):
         super().__init__()
         self.weight, self.bias, self.later = linear.weight, linear.bias, later
-        self.axis, self.leave = axis, scatter_rows if rows else reduce_out
+        self.axis, self.rows, self.leave = axis, rows, scatter_rows if rows else reduce_out
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.leave(deferred.linear(x, self, self.later), self.axis)
+        y = deferred.linear(x, self, self.later, self.axis if self.rows else None)
+        y = self.leave(y, self.axis)
         return y if self.bias is None else y + self.bias
 
 
@@ -167,15 +168,53 @@ class VocabEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, axis: Axis, rows: bool, later: Later | None):
         super().__init__()
         self.weight, self.later = embedding.weight, later
-        self.axis, self.leave = axis, scatter_rows if rows else reduce_out
+        self.axis, self.rows, self.leave = axis, rows, scatter_rows if rows else reduce_out
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
             return deferred.lookup(tokens, self, self.later)
         own = tokens - self.axis.rank * self.weight.shape[0]
         elsewhere = (own < 0) | (own >= self.weight.shape[0])
-        y = deferred.lookup(own.masked_fill(elsewhere, 0), self, self.later)
+        own = own.masked_fill(elsewhere, 0)
+        if self.rows and self.later is not None:
+            return _OwnLookup.apply(own, elsewhere, self.weight, self.axis, self.later, self)
+        y = deferred.lookup(own, self, self.later)
         return self.leave(y.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class _OwnLookup(torch.autograd.Function):
+    """This rank's rows of the sum over ranks of an embedding, whose gradient may be put off; of
+    the output gradient only those rows are kept for that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index: Tensor,
+        elsewhere: Tensor,
+        weight: Tensor,
+        axis: Axis,
+        later: Later,
+        owner: nn.Module,
+    ) -> Tensor:
+        ctx.axis, ctx.later, ctx.owner, ctx.size = axis, later, owner, weight.shape[0]
+        ctx.save_for_backward(index, elsewhere)
+        y = F.embedding(index, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return axis.scatter_rows(y)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, elsewhere = ctx.saved_tensors
+        axis, later, owner, size = ctx.axis, ctx.later, ctx.owner, ctx.size
+
+        def make() -> Tensor:
+            whole = axis.gather_rows(grad)[0].masked_fill_(elsewhere.unsqueeze(-1), 0)
+            return torch.ops.aten.embedding_dense_backward(whole, index, size, -1, False)
+
+        dw = make() if later.queue is None else None
+        if dw is None:
+            later.queue.append(lambda: later.deliver(owner.weight, make()))
+        return None, None, dw, None, None, None
 
 
 class OwnRows(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
+from plait.spec.chunks import chunk_layers
 from plait.spec.findings import Finding
 from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid
 from plait.spec.job import Job
@@ -63,7 +64,7 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
         | {"parameters": parameter_count(model), "active_parameters": active_count(model)},
         "cluster": None if job.cluster is None else asdict(job.cluster),
         "world": layout.world,
-        "layout": asdict(layout),
+        "layout": asdict(layout) | ({"stages": _stages(job)} if legal else {}),
         "grids": {"dense": _sizes(dense), "expert": _sizes(expert)},
         "batch": {
             "micro": batch.micro,
@@ -82,6 +83,13 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
         "time": dict.fromkeys(_TIMES),
         "serving": None,
     }
+
+
+def _stages(job: Job) -> list[int] | None:
+    """Layers of each chunk of a pipeline."""
+    if job.layout.pp == 1:
+        return job.layout.stages
+    return [len(layers) for layers in chunk_layers(job.model, job.layout)]
 
 
 def _sizes(grid: Grid) -> dict[str, int]:

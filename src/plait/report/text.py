@@ -39,6 +39,8 @@ def render(report: dict[str, Any], width: int | None = None) -> str:
     with console.capture() as capture:
         _question(console, report)
         _ranks(console, report)
+        if report["bubble"]["step_total"] is not None and report["layout"]["pp"] > 1:
+            _pipeline(console, report)
         if report["memory"]["by_stage"]:
             _memory(console, report)
         if report["traffic"] is not None:
@@ -131,9 +133,10 @@ def _layout(layout: dict[str, Any]) -> Iterable[str]:
     if layout["tp"] > 1:
         how = " with sequence parallelism" if layout["sequence_parallel"] else ""
         yield f"[bold]tp {layout['tp']}[/]{how}"
-    for axis in ("cp", "pp", "vpp", "ep", "etp", "dcp"):
+    for axis in ("cp", "pp", "ep", "etp", "dcp"):
         if layout[axis] > 1:
-            yield f"[bold]{axis} {layout[axis]}[/]"
+            how = f" with {layout['schedule']}" if axis == "pp" else ""
+            yield f"[bold]{axis} {layout[axis]}[/]{how}"
     replicate, shard = layout["dp_replicate"], layout["dp_shard"]
     if replicate > 1 and shard > 1:
         yield f"[bold]dp {replicate} x {shard}[/] (replicas x shards)"
@@ -196,6 +199,46 @@ def _ranks(console: "Console", report: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------
+# Pipeline
+
+
+def _pipeline(console: "Console", report: dict[str, Any]) -> None:
+    """The schedule, the layers of its chunks, and how long ranks idle."""
+    layout, bubble = report["layout"], report["bubble"]
+    chunks = f"{layout['pp']} stages x {layout['vpp']} chunk{'s' * (layout['vpp'] > 1)}"
+    _heading(console, "Pipeline", f"{layout['schedule']} · {chunks}")
+    parts = [str(n) if i == 0 else f"{n} x {i + 1}" for n, i in _repeats(layout["stages"])]
+    console.print(f"  layers of each chunk  {', '.join(parts)}")
+    console.print(
+        f"  a rank idles  {bubble['step_total']:.1%} of the step ({bubble['step_ideal']:.1%} of "
+        f"ideal), {bubble['span_total']:.1%} of its own span [dim](simulated: times by "
+        "operations, messages free)[/]",
+    )
+
+
+def _repeats(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Runs of equal numbers: (number, how often it is repeated after the first)."""
+    runs: list[tuple[int, int]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1] = (value, runs[-1][1] + 1)
+        else:
+            runs.append((value, 0))
+    return runs
+
+
+def _span(stages: Iterable[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for stage in sorted(stages):
+        if spans and spans[-1][1] == stage - 1:
+            spans[-1][1] = stage
+        else:
+            spans.append([stage, stage])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+# ------------------------------------------------------------------------------------------
 # Memory
 
 
@@ -209,15 +252,21 @@ def _memory(console: "Console", report: dict[str, Any]) -> None:
     used = {name: fullest[name] for name in MEMORY_CLASSES}
     if with_device:
         used |= {"allocator": memory["reserved_bytes"], "context": memory["context_bytes"]}
-    _heading(console, "Memory of a rank", f"fullest in {fullest['moment']}")
+    where = f"fullest in {fullest['moment']}"
+    if len({row["stage"] for row in rows}) > 1:
+        where += f" on stage {fullest['stage']}; each stage at its fullest"
+        rows, heads = _fullest_of_stages(rows)
+        fullest = max(rows, key=lambda row: row["total"])
+    else:
+        heads = [(row["moment"],) for row in rows]
+    _heading(console, "Memory of a rank", where)
     _bar(console, used, memory["device_bytes"])
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in rows:
         table.add_column(justify="right", no_wrap=True)
-    stages = len({row["stage"] for row in rows}) > 1
-    heads = [f"{row['stage']}: {row['moment']}" if stages else row["moment"] for row in rows]
-    table.add_row("", *(f"[dim]{head}[/]" for head in heads))
+    for line in zip(*heads, strict=True):
+        table.add_row("", *(f"[dim]{head}[/]" for head in line))
     for name in MEMORY_CLASSES:
         if any(row[name] for row in rows):
             mark, colour = MARKS[name]
@@ -236,6 +285,25 @@ def _memory(console: "Console", report: dict[str, Any]) -> None:
         for name, words, size in extra:
             mark, colour = MARKS[name]
             console.print(f"  [{colour}]{mark}[/] {words}  {amount(size)} [dim](estimate)[/]")
+
+
+#: Stages whose memory stands side by side; of more, those that hold most.
+_SIDE_BY_SIDE = 6
+
+
+def _fullest_of_stages(
+    rows: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """A column for each stage at its fullest, stages that hold the same as one, and its head."""
+    alike: dict[tuple, list[dict[str, Any]]] = {}
+    for stage in dict.fromkeys(row["stage"] for row in rows):
+        peak = max((r for r in rows if r["stage"] == stage), key=lambda row: row["total"])
+        key = tuple(amount(peak[name]) for name in (*MEMORY_CLASSES, "total"))
+        alike.setdefault((peak["moment"], *key), []).append(peak)
+    groups = sorted(alike.values(), key=lambda g: -g[0]["total"])[:_SIDE_BY_SIDE]
+    groups.sort(key=lambda g: g[0]["stage"])
+    heads = [(f"stage {_span(p['stage'] for p in g)}", g[0]["moment"]) for g in groups]
+    return [g[0] for g in groups], heads
 
 
 def _bar(console: "Console", used: dict[str, int], device: int | None) -> None:
@@ -271,12 +339,17 @@ def _traffic(console: "Console", report: dict[str, Any]) -> None:
     if not rows:
         _heading(console, "Traffic", "none: a rank by itself")
         return
-    total = sum(row["wire_bytes"] for row in rows)
-    _heading(console, "Traffic of a rank and step", f"{amount(total)} on the wire")
+    sent: dict[int, int] = {}
+    for row in rows:
+        sent[row["stage"]] = sent.get(row["stage"], 0) + row["wire_bytes"]
+    stages = len(sent) > 1
+    most = max(sent, key=lambda stage: sent[stage])
+    where = f" by stage {most}, which sends most" if stages else ""
+    _heading(console, "Traffic of a rank and step", f"{amount(sent[most])} on the wire{where}")
     wide = console.width >= 100
-    stages = len({row["stage"] for row in rows}) > 1
     clustered = report.get("cluster") is not None
     names = ["  axis", "collective", "phase", *(["dtype"] if wide else [])]
+    names += ["stages"] if stages else []
     numbers = ["count", "bytes", "on the wire", *(["links"] if clustered else [])]
     table = Table.grid(padding=(0, 2))
     for _ in names:
@@ -284,12 +357,17 @@ def _traffic(console: "Console", report: dict[str, Any]) -> None:
     for number in numbers:
         table.add_column(justify="left" if number == "links" else "right", no_wrap=True)
     table.add_row(*(f"[dim]{name}[/]" for name in names + numbers))
-    before = None
-    for row in rows:
-        axis = f"{row['stage']}: {row['axis']}" if stages else row["axis"]
-        cells = [f"  [bold]{axis if axis != before else ''}[/]", row["collective"], row["phase"]]
-        before = axis
-        cells += [row["dtype"]] if wide else []
+    before: list[str] = []
+    for row, where in _alike(rows):
+        said = [row["axis"], row["collective"], row["phase"], *([row["dtype"]] if wide else [])]
+        # What the row above says already is not said again.
+        same = next((i for i, x in enumerate(said) if before[i : i + 1] != [x]), len(said))
+        before = said
+        cells = [f"  [bold]{'' if same else said[0]}[/]"]
+        if stages:
+            cells += [*("" if i < same else x for i, x in enumerate(said)), _span(where)][1:]
+        else:
+            cells += said[1:]
         cells += [f"{row['count']:,}", amount(row["bytes"]), amount(row["wire_bytes"])]
         if clustered:
             cells.append("[yellow]slow[/]" if row["inter_node"] else "[green]fast[/]")
@@ -297,25 +375,46 @@ def _traffic(console: "Console", report: dict[str, Any]) -> None:
     console.print(table)
 
 
+def _alike(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
+    """Rows that say the same of several stages as one: (the first of them, their stages)."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(v for k, v in row.items() if k != "stage"), []).append(row)
+    ordered = sorted(
+        groups.values(),
+        key=lambda g: (*(g[0][k] for k in ("axis", "collective", "phase", "dtype")), g[0]["stage"]),
+    )
+    return [(g[0], [row["stage"] for row in g]) for g in ordered]
+
+
 def _measured(console: "Console", report: dict[str, Any]) -> None:
     """What the program did beside what was predicted."""
     from rich.table import Table
 
-    _heading(console, "Measured", "the program of rank 0, run dry")
+    stages = report["layout"]["pp"]
+    whose = "rank 0" if stages == 1 else "a rank of each stage"
+    _heading(console, "Measured", f"the program of {whose}, run dry")
     measured = report["measured"]["memory"]
     places = {(row["stage"], row["moment"]): row for row in report["memory"]["by_stage"] or ()}
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(3):
         table.add_column(justify="right", no_wrap=True)
-    heads = ("  memory in", "predicted", "measured", "off by")
+    pipelined = len({row["stage"] for row in measured}) > 1
+    if pipelined:
+        measured = [
+            max((r for r in measured if r["stage"] == stage), key=lambda row: row["total"])
+            for stage in dict.fromkeys(row["stage"] for row in measured)
+        ]
+    heads = ("  stage" if pipelined else "  memory in", "predicted", "measured", "off by")
     table.add_row(*(f"[dim]{head}[/]" for head in heads))
     for row in measured:
         said = places.get((row["stage"], row["moment"]))
         if said is None:
             continue
         off = said["total"] / row["total"] - 1 if row["total"] else 0.0
-        cells = (f"  {row['moment']}", amount(said["total"]), amount(row["total"]), f"{off:+.2%}")
+        name = f"  {row['stage']}: {row['moment']}" if pipelined else f"  {row['moment']}"
+        cells = (name, amount(said["total"]), amount(row["total"]), f"{off:+.2%}")
         table.add_row(*cells)
     console.print(table)
     if report["agree"]:
