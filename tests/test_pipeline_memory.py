@@ -112,13 +112,29 @@ def check_bytes(held: Held, counts: list[int]) -> None:
         assert 0 <= far < 0.01 * (chunks + sum(buffers) + 2), f"after {action}: off by {far}"
 
 
+def check_buffers(held: Held) -> None:
+    """A chunk's input until its backward has ended, its output gradient until the weights have
+    theirs: no buffer more, after any action."""
+    forward, backward = set(), set()
+    for action, buffers in zip(held.actions, held.buffers, strict=True):
+        kind, *which = action
+        if kind in ("RECV_F", "RECV_B"):
+            (forward if kind == "RECV_F" else backward).add(tuple(which))
+        if kind in "IB":
+            forward.discard(tuple(which))
+        if kind in "WB":
+            backward.discard(tuple(which))
+        assert buffers == (len(forward), len(backward)), action
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_activations_are_those_of_the_table(schedule):
+def test_activations_and_buffers_are_those_of_the_table(schedule):
     job = job_of(schedule, 4, 8)
     table = table_of(job)
     peaks = simulate(table, Times.even(table)).peak_activations
     for held, peak in zip(run_ranks(4, watched, job), peaks, strict=True):
         check_bytes(held, computed(held, "F", "W B"))
+        check_buffers(held)
         assert peak <= max(held.bytes) / CHUNK * table.share < 1.01 * peak + 0.05
 
 
@@ -140,20 +156,3 @@ def test_v_half_and_v_min_hold_a_half_and_a_third():
     assert max(most["1f1b"]) > pp
     for name, bound in (("v-half", (pp + 2) / 2), ("v-min", (pp + 4) / 3)):
         assert max(most[name]) / 2 < 1.01 * bound
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_receive_buffers_are_those_of_messages_in_use(schedule):
-    """A chunk's input until its backward has ended, its output gradient until the weights have
-    theirs: no buffer more, after any action."""
-    for held in run_ranks(2, watched, job_of(schedule, 2, 6)):
-        forward, backward = set(), set()
-        for action, buffers in zip(held.actions, held.buffers, strict=True):
-            kind, *which = action
-            if kind in ("RECV_F", "RECV_B"):
-                (forward if kind == "RECV_F" else backward).add(tuple(which))
-            if kind in "IB":
-                forward.discard(tuple(which))
-            if kind in "WB":
-                backward.discard(tuple(which))
-            assert buffers == (len(forward), len(backward)), action
