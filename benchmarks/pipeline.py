@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter, process_time
+from time import perf_counter, thread_time
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one thread a rank; and ranks are forked
@@ -80,7 +80,8 @@ class Result:
         ours_us, theirs_us: microseconds an action: a step, from a barrier until the last rank is
             done, over the actions of a rank; medians.
         ratio, low, high: of these in a pair of neighbouring steps: median, least, largest.
-        ours_cpu_us, theirs_cpu_us: processor time of all ranks over all their actions.
+        ours_cpu_us, theirs_cpu_us: processor time of all ranks over all their actions, of the
+            threads that go through the schedule (gloo's own threads poll, alike for both).
         compute_us: processor time of the same forwards and backwards without any pipeline.
         ours_mib, theirs_mib: the most that a rank holds beside weights and their gradients.
     """
@@ -250,7 +251,7 @@ def computing(case: Case, table: Table, rank: int) -> Step:
 
 def _times(case: Case, pairs: int, rank: int) -> tuple[list[list[tuple[float, float]]], int]:
     """For plait, torch and computing alone: (seconds, processor seconds) of each step on this
-    rank; and how many actions the rank has in a step."""
+    rank's main thread; and how many actions the rank has in a step."""
     theirs, table = torchs(case, rank)
     steps = (plaits(case, table, rank), theirs, computing(case, table, rank))
     for _ in range(WARM_UP):
@@ -260,9 +261,9 @@ def _times(case: Case, pairs: int, rank: int) -> tuple[list[list[tuple[float, fl
     for i in range(pairs):
         for one in (0, 1, 2) if i % 2 == 0 else (1, 0, 2):
             dist.barrier()
-            start, cpu = perf_counter(), process_time()
+            start, cpu = perf_counter(), thread_time()
             steps[one]()
-            times[one].append((perf_counter() - start, process_time() - cpu))
+            times[one].append((perf_counter() - start, thread_time() - cpu))
     return times, len(table.ranks[rank])
 
 
