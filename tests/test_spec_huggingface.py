@@ -55,6 +55,7 @@ MODELS = {
         },
     ),
     "olmo2": ("Olmo2", SMALL),
+    "olmoe": ("Olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "phi3": ("Phi3", SMALL | {"pad_token_id": 0}),
     "gemma": ("Gemma", SMALL | {"head_dim": 16}),
     "gemma2": ("Gemma2", SMALL | {"head_dim": 16, "query_pre_attn_scalar": 8}),
@@ -148,6 +149,7 @@ LLAMA31 = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+DEEPSEEK = transformers.DeepseekV3Config().to_dict()
 SCALING = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -194,7 +196,9 @@ def test_deepseek_v3_is_the_preset():
 def test_gpt_oss_is_the_preset():
     config = transformers.GptOssConfig().to_dict()
     assert from_config(config, "gpt-oss-120b") == presets.model("gpt-oss-120b")
-    assert presets.model("gpt-oss-20b").rope_scaling == RopeScaling("yarn", 32.0, 4096, 1.0, 32.0)
+    assert presets.model("gpt-oss-20b").rope_scaling == RopeScaling(
+        "yarn", 32.0, 4096, 1.0, 32.0, truncate=False
+    )
 
 
 def test_gpt2_is_the_preset():
@@ -267,6 +271,12 @@ def test_everything_wrong_at_once():
          "num_experts_per_tok"),
         ({"model_type": "mixtral", "num_local_experts": 2}, "num_experts_per_tok"),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank"),
+        (DEEPSEEK | {"n_group": 3}, "n_group"),
+        (DEEPSEEK | {"topk_group": 9}, "topk_group"),
+        (DEEPSEEK | {"topk_group": 1, "num_experts_per_tok": 40}, "num_experts_per_tok"),
+        (DEEPSEEK | {"routed_scaling_factor": -1.0}, "scaling"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
     ],
 )  # fmt: skip
 def test_refused(changes, where):

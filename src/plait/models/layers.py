@@ -24,7 +24,7 @@ def fan_out(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 # Norms
 
 
-def _accurate(x: Tensor) -> Tensor:
+def accurate(x: Tensor) -> Tensor:
     """x in float32 where its own dtype is too coarse for sums of squares."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _accurate(x)
+        wide = accurate(x)
         rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         n = x.shape[-1]
-        wide, g, w = _accurate(x), _accurate(grad), weight.to(rstd.dtype)
+        wide, g, w = accurate(x), accurate(grad), weight.to(rstd.dtype)
         product = (g * wide).reshape(-1, n)
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -74,7 +74,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size) if offset else torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1.0 + _accurate(self.weight) if self.offset else self.weight
+        weight = 1.0 + accurate(self.weight) if self.offset else self.weight
         return _RMSNorm.apply(x, weight, self.eps)
 
 
@@ -109,7 +109,7 @@ def rope_frequencies(
 
     `scaling` stretches them: "linear" (2306.15595), "llama3" (Meta's Llama 3.1 reference code)
     or "yarn" (2309.00071 section 3.2, with the bounds rounded outwards as its authors' code has
-    it).
+    it, unless `truncate` says otherwise).
     """
     pair = torch.arange(dim // 2, dtype=torch.float64, device=device)
     frequency = theta ** (-2.0 / dim * pair)
@@ -129,8 +129,10 @@ def rope_frequencies(
             ratio = scaling.original / (turns * 2 * math.pi)
             return dim * math.log(ratio) / (2 * math.log(theta))
 
-        first = max(math.floor(pair_with(scaling.high)), 0)
-        last = min(math.ceil(pair_with(scaling.low)), dim - 1)
+        first, last = pair_with(scaling.high), pair_with(scaling.low)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
         keep = 1.0 - ((pair - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
     return keep * frequency + (1.0 - keep) * slow
 
@@ -224,8 +226,36 @@ def _gate(kind: str, x: Tensor) -> Tensor:
     return F.silu(x) if kind == "swiglu" else F.gelu(x, approximate=_GELU[kind])
 
 
+class _Clamped(torch.autograd.Function):
+    """(up + 1) gate sigmoid(1.702 gate) of clamped inputs (gpt-oss). Keeps gate and up only."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        g = gate.clamp(max=_LIMIT)
+        return up.clamp(-_LIMIT, _LIMIT).add_(1).mul_(g * torch.sigmoid(g * _ALPHA))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        g = gate.clamp(max=_LIMIT)
+        s = torch.sigmoid(g * _ALPHA)
+        grad_up = (grad * g).mul_(s).masked_fill_(up.abs() > _LIMIT, 0)
+        slope = s + _ALPHA * g * s * (1 - s)
+        grad_gate = up.clamp(-_LIMIT, _LIMIT).add_(1).mul_(grad).mul_(slope)
+        return grad_gate.masked_fill_(gate > _LIMIT, 0), grad_up
+
+
+#: Of "swiglu-clamped".
+_LIMIT, _ALPHA = 7.0, 1.702
+
+
 def gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
-    """The product of an MLP with a gate: silu(gate) * up ("swiglu") or gelu(gate) * up."""
+    """The product of an MLP with a gate: silu(gate) * up ("swiglu"), gelu(gate) * up ("geglu") or
+    gpt-oss's ("swiglu-clamped")."""
+    if kind == "swiglu-clamped":
+        return _Clamped.apply(gate, up)
     return _Gated.apply(kind, gate, up)
 
 
@@ -265,7 +295,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor) -> Tensor:
-        logp = F.log_softmax(_accurate(logits), dim=-1)
+        logp = F.log_softmax(accurate(logits), dim=-1)
         valid = targets >= 0
         ctx.save_for_backward(logp, targets)
         ctx.dtype = logits.dtype

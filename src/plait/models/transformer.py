@@ -2,46 +2,22 @@
 
 The residual stream is [T, hidden] with T = batch * sequence tokens; only attention looks at the
 two apart. Parameters carry the names and shapes of `spec.parameters.parameters(model)`.
-`parallel/` puts its own functions at `fan_out` and `cross_entropy`, its own modules at `o`,
-`down`, `tokens`, `q_norm`, `k_norm`, and needs to change nothing else.
+`parallel/` puts its own functions at `fan_out`, `latents`, `spread`, `attend` and `cross_entropy`,
+its own modules at `o`, `down`, `tokens`, `q_norm`, `k_norm`, in mixtures what `models/moe.py` names,
+and needs to change nothing else.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.models import layers as L
+from plait.models.heads import MLA, Attention, Context
+from plait.models.moe import MoE
 from plait.spec.findings import UserError, error
 from plait.spec.model import Model
-
-
-@dataclass
-class Context:
-    """What every layer needs to know of the batch.
-
-    Attributes:
-        batch, seq: samples, tokens of each.
-        positions: int64 [seq].
-        rows: int64 [T], each token's number in the whole data: sample * seq + position.
-        cos, sin: rotary tables [seq, head_dim]; None without rotary embedding.
-        local_cos, local_sin: the same for windowed layers; the same tensors unless the model
-            gives those a theta of their own.
-        mask: bool [seq, seq], what windowed layers see; None where the window covers everything.
-    """
-
-    batch: int
-    seq: int
-    positions: Tensor
-    rows: Tensor
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    local_cos: Tensor | None = None
-    local_sin: Tensor | None = None
-    mask: Tensor | None = None
 
 
 class Embed(nn.Module):
@@ -69,65 +45,12 @@ class Embed(nn.Module):
         return self.dropout(x, ctx.rows)
 
 
-class Attention(nn.Module):
-    """Causal self-attention with grouped queries.
-
-    Head counts come from the widths of q and k, so that a part of the heads just works.
-    """
-
-    def __init__(self, model: Model, layer: int):
-        super().__init__()
-        hidden, dim = model.hidden, model.head_dim
-        self.head_dim, self.scale = dim, model.attention_scale
-        self.window = None if model.is_full_attention(layer) else model.window
-        self.qk_norm = model.qk_norm
-        self.fan_out = L.fan_out
-        q, kv = model.heads * dim, model.kv_heads * dim
-        self.q = nn.Linear(hidden, q, bias=model.qkv_bias)
-        self.k = nn.Linear(hidden, kv, bias=model.qkv_bias)
-        self.v = nn.Linear(hidden, kv, bias=model.qkv_bias)
-        if model.qk_norm is not None:
-            whole = model.qk_norm == "full"
-            self.q_norm = L.norm(model, q if whole else dim)
-            self.k_norm = L.norm(model, kv if whole else dim)
-        self.o = nn.Linear(q, hidden, bias=model.o_bias)
-
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        q, k, v = self.fan_out(x, self.q, self.k, self.v)
-        if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        heads = (ctx.batch, ctx.seq, -1, self.head_dim)
-        q, k, v = q.view(heads), k.view(heads), v.view(heads)
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if ctx.cos is not None:
-            tables = (ctx.cos, ctx.sin) if self.window is None else (ctx.local_cos, ctx.local_sin)
-            q, k = L.rotate(q, *tables), L.rotate(k, *tables)
-        y = self.attend(q, k, v, ctx)
-        return self.o(y.reshape(ctx.batch * ctx.seq, -1))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        """[B, S, heads, dim] (k and v may have fewer heads) -> [B, S, heads, dim]."""
-        mask = None if self.window is None else ctx.mask
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return y.transpose(1, 2)
-
-
 class Mlp(nn.Module):
-    """The feed-forward branch, gated (SwiGLU, GeGLU: 2002.05202) or not."""
+    """The feed-forward branch, gated (SwiGLU, GeGLU: 2002.05202) or not; `ffn` wide."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, ffn: int):
         super().__init__()
-        hidden, ffn, bias = model.hidden, model.ffn, model.mlp_bias
+        hidden, bias = model.hidden, model.mlp_bias
         self.kind = model.mlp
         self.fan_out = L.fan_out
         self.gate = nn.Linear(hidden, ffn, bias=bias) if model.gated else None
@@ -144,7 +67,10 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each a branch that adds to the residual stream."""
+    """Attention and MLP, each a branch that adds to the residual stream.
+
+    Of `mlp` and `moe` one is None.
+    """
 
     def __init__(self, model: Model, layer: int):
         super().__init__()
@@ -153,11 +79,17 @@ class Layer(nn.Module):
             return L.norm(model, model.hidden) if model.norm_at in places else None
 
         self.attention_norm = maybe_norm("input", "both")
-        self.attention = Attention(model, layer)
+        self.attention = (MLA if model.mla else Attention)(model, layer)
         self.attention_out_norm = maybe_norm("output", "both")
         self.attention_dropout = L.Dropout(model.dropout)
         self.mlp_norm = maybe_norm("input", "both")
-        self.mlp = Mlp(model)
+        self.mlp = self.moe = None
+        if model.is_moe(layer):
+            moe = model.moe
+            shared = Mlp(model, moe.shared_ffn or moe.shared * moe.ffn) if moe.shared else None
+            self.moe = MoE(model, shared)
+        else:
+            self.mlp = Mlp(model, model.ffn)
         self.mlp_out_norm = maybe_norm("output", "both")
         self.mlp_dropout = L.Dropout(model.dropout)
 
@@ -169,7 +101,7 @@ class Layer(nn.Module):
             y = self.attention_out_norm(y)
         x = x + self.attention_dropout(y, ctx.rows)
         y = x if self.mlp_norm is None else self.mlp_norm(x)
-        y = self.mlp(y)
+        y = self.moe(y, ctx) if self.mlp is None else self.mlp(y)
         if self.mlp_out_norm is not None:
             y = self.mlp_out_norm(y)
         return x + self.mlp_dropout(y, ctx.rows)
@@ -240,7 +172,7 @@ class Transformer(nn.Module):
         rows = (samples[:, None] * seq + positions).reshape(-1)
         ctx = Context(batch, seq, positions, rows)
         if model.positions == "rope":
-            dim = model.head_dim
+            dim = model.mla.rope_dim if model.mla else model.head_dim
             ctx.cos, ctx.sin = L.rope_tables(
                 positions, dim, model.rope_theta, model.rope_scaling, dtype
             )
@@ -282,23 +214,7 @@ class Transformer(nn.Module):
 
 
 def refuse(model: Model) -> None:
-    """Raises a UserError that names everything in a model that cannot be trained yet."""
-    missing = {
-        "moe": ("mixture of experts", model.moe is not None),
-        "mla": ("multi-head latent attention", model.mla is not None),
-        "attention_softcap": ("soft-capped attention scores", model.attention_softcap is not None),
-        "sinks": ("attention sinks", model.sinks),
-        "positions": ("ALiBi positions", model.positions == "alibi"),
-    }
-    problems = [
-        error(
-            f"model.{name}",
-            getattr(model, name) if name == "positions" else model.name,
-            f"{model.name} has {what}, which can be planned but not trained yet",
-            rule="not-trainable",
-        )
-        for name, (what, present) in missing.items()
-        if present
-    ]
-    if problems:
-        raise UserError(problems)
+    """Raises a UserError where a model has something that cannot be trained yet."""
+    if model.positions == "alibi":
+        message = f"{model.name} has ALiBi positions, which can be planned but not trained yet"
+        raise UserError([error("model.positions", "alibi", message, rule="not-trainable")])

@@ -20,7 +20,11 @@ assert set(_FLOATS) <= set(DTYPE_BYTES)
 
 #: Field of a job -> the words that it knows.
 WORDS = {
-    "model.mlp": ("swiglu", "geglu", "gelu", "gelu-tanh"),
+    "model.mlp": ("swiglu", "geglu", "swiglu-clamped", "gelu", "gelu-tanh"),
+    "model.moe.score": ("softmax", "sigmoid"),
+    "model.moe.group_score": ("max", "top2"),
+    "model.moe.aux_form": ("sequence", "batch", "global"),
+    "model.moe.drop": ("position", "probability"),
     "model.norm": ("rms", "layer"),
     "model.norm_at": ("input", "output", "both"),
     "model.qk_norm": (None, "head", "full"),

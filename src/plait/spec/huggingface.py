@@ -1,203 +1,36 @@
 """A model from a Hugging Face `config.json`.
 
-What an architecture is beyond its config, and under which keys the config says the rest, is data:
-one `Architecture` each. What `Model` cannot express is refused rather than left out, where it
-changes the parameters or the attention.
+What an architecture is beyond its config is data, in `spec/architectures.py`. What `Model` cannot
+express is refused rather than left out, where it changes the parameters or the arithmetic.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from math import log
 from typing import Any
 
+from plait.spec.architectures import (
+    ARCHITECTURES,
+    EXPRESSED,
+    GATED,
+    KEYS,
+    PLAIN,
+    TYPES,
+    Architecture,
+)
 from plait.spec.build import check_fields, convert, describe
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.layout import divisors, nearest
 from plait.spec.model import MLA, Model, MoE, RopeScaling
 
-#: Model field -> config keys, the first one present counts. True of most architectures.
-KEYS = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "ffn": ("intermediate_size", "n_inner"),
-    "vocab": ("vocab_size",),
-    "seq": ("max_position_embeddings", "n_positions"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
-    "tied": ("tie_word_embeddings",),
-    "mlp_bias": ("mlp_bias",),
-    "attention_softcap": ("attn_logit_softcapping",),
-    "logit_softcap": ("final_logit_softcapping",),
-}
-
-#: hidden_act -> Model.mlp, with a gate and without one.
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
-PLAIN = {
-    "gelu": "gelu",
-    "gelu_new": "gelu-tanh",
-    "gelu_pytorch_tanh": "gelu-tanh",
-    "gelu_fast": "gelu-tanh",
-}
-
-#: Config key -> the values of it that `Model` expresses; absent is always one of them.
-EXPRESSED = {
-    "partial_rotary_factor": (1, None),
-    "moe_layer_freq": (1, None),
-    "add_cross_attention": (False, None),
-    "scale_attn_weights": (True, None),
-    "scale_attn_by_inverse_layer_idx": (False, None),
-    "use_bidirectional_attention": (False, None),
-}
-
-#: Types of the config keys that are read for more than one field.
-TYPES = {
-    "sliding_window": int,
-    "use_sliding_window": bool,
-    "max_window_layers": int,
-    "sliding_window_pattern": int,
-    "_sliding_window_pattern": int,
-    "layer_types": tuple[str, ...],
-    "mlp_only_layers": tuple[int, ...],
-    "query_pre_attn_scalar": float,
-    "rope_scaling": dict[str, Any],
-    "rope_parameters": dict[str, Any],
-    "rope_local_base_freq": float,
-}
-
 #: Largest size that is taken for one, and most layers.
 LARGEST_SIZE, MOST_LAYERS = 10**9, 10_000
-
-_SCALED = {"mlp": "geglu", "norm_offset": True, "embed_scale": True, "tied": True}
-_MISTRAL_MOE = {
-    "experts": "num_local_experts",
-    "topk": "num_experts_per_tok",
-    "ffn": "intermediate_size",
-}
-_QWEN_MOE = {
-    "experts": ("num_experts", "num_local_experts"),
-    "topk": "num_experts_per_tok",
-    "ffn": "moe_intermediate_size",
-    "every": "decoder_sparse_step",
-}
-_DEEPSEEK_MOE = {
-    "experts": "n_routed_experts",
-    "topk": "num_experts_per_tok",
-    "ffn": "moe_intermediate_size",
-    "shared": "n_shared_experts",
-    "first_dense": "first_k_dense_replace",
-}
-_DEEPSEEK_MLA = {
-    "q_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "nope_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim",
-    "v_dim": "v_head_dim",
-}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What a `model_type` means.
-
-    Attributes:
-        fixed: Model fields that no key of the config decides (a key of `KEYS` still wins).
-        attention_bias: Model fields that the key `attention_bias` sets.
-        defaults: config keys that may be left out, with what its config class then takes.
-        moe, mla: MoE and MLA fields -> config keys. moe_fixed: MoE fields of every such model.
-        pattern: without `layer_types`, one layer in `pattern` has full attention (0: none has).
-    """
-
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    attention_bias: tuple[str, ...] = ("qkv_bias", "o_bias")
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    moe: Mapping[str, str | tuple[str, ...]] | None = None
-    moe_fixed: Mapping[str, Any] = field(default_factory=dict)
-    mla: Mapping[str, str] | None = None
-    pattern: int = 0
-
-
-_RARELY = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 10000.0}
-_QWEN = _RARELY | {"use_sliding_window": False}
-_GEMMA = _RARELY | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
-
-ARCHITECTURES = {
-    "llama": Architecture(defaults=_RARELY),
-    "mistral": Architecture(defaults=_RARELY | {"sliding_window": 4096}),
-    "mixtral": Architecture(
-        defaults=_RARELY | {"rms_norm_eps": 1e-5, "rope_theta": 1e6}, moe=_MISTRAL_MOE
-    ),
-    "qwen2": Architecture(fixed={"qkv_bias": True}, attention_bias=(), defaults=_QWEN),
-    "qwen3": Architecture(fixed={"qk_norm": "head"}, defaults=_QWEN | {"head_dim": 128}),
-    "qwen3_moe": Architecture(fixed={"qk_norm": "head"}, defaults=_QWEN, moe=_QWEN_MOE),
-    "olmo2": Architecture(
-        fixed={"norm_at": "output", "qk_norm": "full"}, defaults=_RARELY | {"rms_norm_eps": 1e-5}
-    ),
-    "phi3": Architecture(defaults=_RARELY | {"rms_norm_eps": 1e-5}),
-    "gemma": Architecture(fixed=_SCALED, defaults=_GEMMA),
-    "gemma2": Architecture(
-        fixed=_SCALED | {"norm_at": "both"},
-        defaults=_GEMMA
-        | {
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        pattern=2,
-    ),
-    "gemma3_text": Architecture(
-        fixed=_SCALED | {"norm_at": "both", "qk_norm": "head"},
-        defaults=_GEMMA
-        | {
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 10000.0,
-        },
-        pattern=6,
-    ),
-    "gpt2": Architecture(
-        fixed={
-            "norm": "layer",
-            "positions": "learned",
-            "tied": True,
-            "qkv_bias": True,
-            "o_bias": True,
-            "mlp_bias": True,
-        },
-        defaults={"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
-    ),
-    "deepseek_v2": Architecture(
-        attention_bias=(), defaults=_RARELY, moe=_DEEPSEEK_MOE, mla=_DEEPSEEK_MLA
-    ),
-    "deepseek_v3": Architecture(
-        attention_bias=(),
-        defaults=_RARELY,
-        moe=_DEEPSEEK_MOE,
-        moe_fixed={"router_bias": True},
-        mla=_DEEPSEEK_MLA,
-    ),
-    "gpt_oss": Architecture(
-        fixed={"qkv_bias": True, "o_bias": True, "sinks": True},
-        defaults=_RARELY | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128},
-        moe=_MISTRAL_MOE,
-        moe_fixed={"bias": True, "router_bias": True},
-        pattern=2,
-    ),
-}
 
 
 def from_config(config: Mapping[str, Any], name: str, where: str = "config") -> Model:
     """The model that a Hugging Face config describes.
 
-    Dropout is not taken over: it belongs to a training run. Neither is the routing rule of a
-    mixture (groups, scaling factors), which moves no parameter.
+    Dropout and the coefficients of a router's losses are not taken over: they belong to a
+    training run.
 
     Args:
         config: the content of `config.json`; of a multi-modal one, its `text_config` is read.
@@ -284,7 +117,7 @@ def _sizes(
     read["mlp"] = _activation(given, arch, where, findings)
     numbers = check_fields(Model, read, where, findings)
     for size in ("layers", "hidden", "heads", "vocab", "seq", "ffn"):
-        if size not in read and (size != "ffn" or read["mlp"] in GATED.values()):
+        if size not in read and (size != "ffn" or read["mlp"] not in PLAIN.values()):
             findings.append(error(f"{where}.{KEYS[size][0]}", None, "is missing"))
     for size in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq"):
         value, most = numbers.get(size, 1), MOST_LAYERS if size == "layers" else LARGEST_SIZE
@@ -309,6 +142,8 @@ def _activation(
     if arch.fixed.get("mlp") == "geglu":
         # Gemma's first configs say "gelu" and mean its tanh form.
         known = {"gelu": "geglu"} | {k: v for k, v in GATED.items() if v == "geglu"}
+    elif arch.fixed.get("mlp") == "swiglu-clamped":
+        known = {"silu": "swiglu-clamped"}
     if isinstance(act, str) and act in known:
         return known[act]
     message = f"activation {act!r} is none of {', '.join(known)}"
@@ -345,7 +180,10 @@ def _part(
     values = check_fields(cls, read, where, findings)
     for name, value in values.items():
         low = 0 if name in ("shared", "first_dense") else 1
-        if not isinstance(value, bool) and value < low:
+        if isinstance(value, float):
+            if value <= 0:
+                findings.append(error(f"{where}.{name}", value, f"{value} is not above 0"))
+        elif isinstance(value, int) and not isinstance(value, bool) and value < low:
             findings.append(error(f"{where}.{name}", value, f"{value} is below {low}", low))
     needed = ("kv_rank", "nope_dim", "rope_dim", "v_dim") if cls is MLA else ("topk", "ffn")
     for name in needed:
@@ -364,17 +202,33 @@ def _moe(
 ) -> MoE | None:
     if arch.moe is None or _first(given, arch.moe["experts"]) is None:
         return None  # a DeepSeek config without experts is dense
+    if given.get("topk_method") == "greedy":
+        given = {k: v for k, v in given.items() if k not in ("n_group", "topk_group")}
     moe = _part(MoE, arch.moe, given, arch.moe_fixed, where, findings)
+    if moe is not None:
+        findings += _groups(moe, where)
     dense = given.get("mlp_only_layers") or []
     if moe is not None and dense:
         if sorted(dense) != list(range(len(dense))) or moe.every > 1 or len(dense) > layers:
             message = "only leading layers can be dense in plait's model"
             findings.append(error(f"{where}.mlp_only_layers", dense, message, []))
         return MoE(**(vars(moe) | {"first_dense": len(dense)}))
-    if moe is not None and moe.topk > moe.experts:
-        message = f"{moe.topk} of {moe.experts} experts cannot be chosen"
-        findings.append(error(f"{where}.num_experts_per_tok", moe.topk, message, moe.experts))
     return moe
+
+
+def _groups(moe: MoE, where: str) -> Iterator[Finding]:
+    """What is wrong with the groups that routing is limited to."""
+    if moe.experts % moe.groups:
+        legal = nearest(moe.groups, divisors(moe.experts))
+        message = f"{moe.experts} experts do not make {moe.groups} equal groups"
+        yield error(f"{where}.n_group", moe.groups, message, legal)
+    elif moe.topk_groups > moe.groups:
+        message = f"{moe.topk_groups} of {moe.groups} groups cannot be chosen"
+        yield error(f"{where}.topk_group", moe.topk_groups, message, moe.groups)
+    elif moe.topk > moe.experts // moe.groups * moe.topk_groups:
+        most = moe.experts // moe.groups * moe.topk_groups
+        message = f"{moe.topk} experts cannot be chosen of {most} in the best groups"
+        yield error(f"{where}.num_experts_per_tok", moe.topk, message, most)
 
 
 def _windows(
@@ -448,6 +302,8 @@ def _rotary(
             "high": "beta_fast" if kind == "yarn" else "high_freq_factor",
             "attention_factor": "attention_factor",
         }
+        if kind == "yarn":
+            names["truncate"] = "truncate"
         scaling = {name: rope[k] for name, k in names.items() if rope.get(k) is not None}
         if kind == "yarn":
             scaling = {"low": 1.0, "high": 32.0} | scaling

@@ -15,6 +15,7 @@ class RopeScaling:
         original: positions that the model was trained with.
         low, high: "llama3": low_freq_factor, high_freq_factor; "yarn": beta_slow, beta_fast.
         attention_factor: "yarn": scale of cos and sin; derived from `factor` when None.
+        truncate: "yarn": the bounds of the ramp are rounded outwards to whole dims.
     """
 
     kind: str
@@ -23,6 +24,7 @@ class RopeScaling:
     low: float = 1.0
     high: float = 4.0
     attention_factor: float | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,25 @@ class MoE:
         first_dense: leading layers that keep the dense MLP.
         every: one layer in `every` is a mixture (1: all).
         bias: biases in the experts. router_bias: a bias for each expert in the router.
+        score: what the router's logits become, "softmax" or "sigmoid" (DeepSeek-V3).
+        topk_first: softmax over the chosen logits only (gpt-oss), not over all before the choice.
+        normalize: the weights of a token's experts are divided by their sum.
+        scaling: the weights are multiplied by it.
+        groups, topk_groups: experts stand in equal groups, and only those of the best
+            `topk_groups` groups may be chosen (DeepSeek-V2, 2405.04434 section 2.2.2).
+        group_score: a group is as good as its best expert, "max" (DeepSeek-V2), or its best
+            two together, "top2" (DeepSeek-V3).
+        correction: a bias for each expert that decides who is chosen but not how much it weighs.
+            Not learned by gradients: after a step it falls by `correction_speed` where an expert
+            had more than the mean of the global batch's tokens, and rises where it had fewer
+            (2408.15664).
+        aux_loss: coefficient of the loss that balances experts (0: none). aux_form: over which
+            tokens the shares of the experts are taken: "sequence", "batch" (a micro batch) or
+            "global" (the step so far).
+        z_loss: coefficient of the squared log-sum-exp of the logits (2202.08906).
+        capacity: an expert takes at most capacity * tokens * topk / experts of a sequence's
+            tokens, rounded up (None: dropless). drop: which of them it leaves out, the latest
+            ("position") or those it weighs least ("probability").
     """
 
     experts: int
@@ -47,6 +68,20 @@ class MoE:
     every: int = 1
     bias: bool = False
     router_bias: bool = False
+    score: str = "softmax"
+    topk_first: bool = False
+    normalize: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+    correction: bool = False
+    correction_speed: float = 0.001
+    aux_loss: float = 0.0
+    aux_form: str = "sequence"
+    z_loss: float = 0.0
+    capacity: float | None = None
+    drop: str = "position"
 
 
 @dataclass(frozen=True)
@@ -74,7 +109,8 @@ class Model:
         name: how people call it.
         layers, hidden, heads, kv_heads, head_dim, ffn, vocab: sizes; `ffn` per matrix.
         seq: longest sequence that it is meant for, tokens.
-        mlp: "swiglu", "geglu" (both gated; geglu in the tanh form) or "gelu", "gelu-tanh".
+        mlp: "swiglu", "geglu" (gated; geglu in the tanh form), "swiglu-clamped" (gated; gpt-oss:
+            both inputs clamped at 7, sigmoid of 1.702 times the gate) or "gelu", "gelu-tanh".
         norm: "rms" or "layer"; `norm_eps` its epsilon.
         norm_offset: weights are stored as w and used as 1 + w (Gemma).
         norm_at: "input" (pre-norm), "output" (OLMo 2) or "both" (Gemma 2 and 3).
@@ -147,7 +183,7 @@ class Model:
     @property
     def gated(self) -> bool:
         """The MLP has a gate beside its up projection."""
-        return self.mlp in ("swiglu", "geglu")
+        return self.mlp in ("swiglu", "geglu", "swiglu-clamped")
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer's MLP is a mixture of experts."""

@@ -34,7 +34,8 @@ class Parameter:
         unit: what is gathered and released as one under ZeRO-3: "embed", "layers.3" or "head".
         split: how tensor parallelism cuts it.
         init: ("normal", standard deviation) or ("constant", value).
-        decay: weight decay applies (matrices yes, vectors no).
+        decay: weight decay applies (matrices yes, vectors and biases no).
+        by_load: moved by the load of experts instead of a gradient; see `MoE.correction`.
     """
 
     name: str
@@ -49,7 +50,11 @@ class Parameter:
 
     @property
     def decay(self) -> bool:
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.name.endswith(".bias")
+
+    @property
+    def by_load(self) -> bool:
+        return self.name.endswith(".router.correction")
 
 
 def parameters(model: Model) -> Iterator[Parameter]:
@@ -186,6 +191,9 @@ def _moe(model: Model, unit: str) -> Iterator[Parameter]:
     if moe.router_bias:
         bias = (moe.experts,)
         yield Parameter(f"{name}.router.bias", bias, unit, "sequence", ("constant", 0.0))
+    if moe.correction:
+        bias = (moe.experts,)
+        yield Parameter(f"{name}.router.correction", bias, unit, "sequence", ("constant", 0.0))
     columns = ("gate", "up") if model.gated else ("up",)
     for part in (*columns, "down"):
         outputs, inputs = (hidden, moe.ffn) if part == "down" else (moe.ffn, hidden)

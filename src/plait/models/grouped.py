@@ -1,0 +1,105 @@
+"""Grouped matrix products: each stretch of rows by a matrix of its own.
+
+torch's `grouped_mm` has no float64 and, on fake tensors, nothing but bfloat16; there a loop over
+the groups computes the same. What backward needs is in functions of its own, so that a weight
+gradient can be made later than the input gradient.
+"""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd.function import once_differentiable
+
+
+def counts(index: Tensor, experts: int) -> list[int]:
+    """How many of the choices [T, k] are for each of E experts; an index of E is for none."""
+    return torch.bincount(index.flatten(), minlength=experts + 1)[:experts].tolist()
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]
+    ) -> Tensor:
+        ctx.counts, ctx.bias = counts, bias is not None
+        ctx.save_for_backward(x, weight)
+        return product(x, weight.transpose(1, 2), counts, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = product(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        dw = db = None
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(grad, x, ctx.counts)
+        if ctx.bias:
+            db = bias_gradient(grad, ctx.counts)
+        return dx, dw, db, None
+
+
+def grouped(x: Tensor, bank: nn.Module, counts: list[int]) -> Tensor:
+    """Row by row x W^T + b with the row's own expert.
+
+    Args:
+        x: [M, in], the first counts[0] rows for the first expert, and so on; M = sum(counts).
+        bank: its weight [E, out, in] and bias [E, out] or None.
+        counts: E numbers on the host; some may be 0.
+
+    Returns:
+        [M, out].
+    """
+    return _Grouped.apply(x, bank.weight, bank.bias, counts)
+
+
+def product(x: Tensor, weight: Tensor, counts: list[int], bias: Tensor | None = None) -> Tensor:
+    """[M, in] by [E, in, out] -> [M, out]; with [E, out] added to each row of its group."""
+    if _fused(x, weight):
+        y = F.grouped_mm(x, weight, offs=_offsets(counts, x.device))
+    else:
+        y = x.new_empty(x.shape[0], weight.shape[2])
+        for e, (a, b) in enumerate(_stretches(counts)):
+            torch.mm(x[a:b], weight[e], out=y[a:b])
+    if bias is not None:
+        for e, (a, b) in enumerate(_stretches(counts)):
+            y[a:b] += bias[e]
+    return y
+
+
+def weight_gradient(grad: Tensor, x: Tensor, counts: list[int]) -> Tensor:
+    """[M, out], [M, in] -> [E, out, in]: the sum over a group's rows of their outer products."""
+    if _fused(x, grad):
+        return F.grouped_mm(grad.t(), x, offs=_offsets(counts, x.device))
+    dw = x.new_empty(len(counts), grad.shape[1], x.shape[1])
+    for e, (a, b) in enumerate(_stretches(counts)):
+        torch.mm(grad[a:b].t(), x[a:b], out=dw[e])
+    return dw
+
+
+def bias_gradient(grad: Tensor, counts: list[int]) -> Tensor:
+    """[M, out] -> [E, out]: the sum over a group's rows."""
+    return torch.stack([grad[a:b].sum(0) for a, b in _stretches(counts)])
+
+
+def _stretches(counts: list[int]) -> list[tuple[int, int]]:
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _offsets(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+
+
+def _fused(x: Tensor, other: Tensor) -> bool:
+    """torch's kernel takes these. On GPUs it wants bfloat16 and rows of whole 16 bytes."""
+    if isinstance(x, FakeTensor) or x.numel() == 0 or x.dtype == torch.float64:
+        return False
+    if x.device.type == "cpu":
+        return True
+    widths = (x.shape[-1], *other.shape[-2:])
+    return x.dtype == torch.bfloat16 and all(n % 8 == 0 for n in widths)
