@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from plait.models.hf import from_hf, to_hf
 from plait.models.transformer import Transformer
 from plait.spec.findings import UserError
-from plait.spec.model import MLA, Model, MoE, RopeScaling
+from plait.spec.model import Model, RopeScaling
 from plait.spec.parameters import parameters
 
 BATCH, SEQ, VOCAB = 2, 40, 67
@@ -122,6 +122,27 @@ CASES = {
             "logit_softcap": 3.0,
             "rope_scaling": RopeScaling("linear", 4.0),
             "rope_local_theta": 5000.0,
+            "tied": True,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 25,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",  # the fused ones leave the cap out
+        },
+        GEMMA
+        | {
+            "window": 7,
+            "full_every": 2,
+            "norm_at": "both",
+            "attention_scale": 0.2,
+            "attention_softcap": 2.0,
+            "logit_softcap": 3.0,
             "tied": True,
         },
     ),
@@ -415,9 +436,6 @@ def test_recomputing_gives_the_same_gradients():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"moe": MoE(4, 2, 32)}, ["mixture of experts"]),
-        ({"mla": MLA(16, 8, 8, 8)}, ["latent"]),
-        ({"sinks": True, "attention_softcap": 50.0}, ["sinks", "soft-capped"]),
         ({"positions": "alibi"}, ["ALiBi"]),
     ],
 )

@@ -96,10 +96,10 @@ def _offsets(counts: list[int], device: torch.device) -> Tensor:
 
 
 def _fused(x: Tensor, other: Tensor) -> bool:
-    """torch's kernel takes these. On GPUs it wants bfloat16 and rows of whole 16 bytes."""
+    """torch's kernel takes these: rows of whole 16 bytes; on GPUs bfloat16 only."""
     if isinstance(x, FakeTensor) or x.numel() == 0 or x.dtype == torch.float64:
         return False
-    if x.device.type == "cpu":
-        return True
+    if x.device.type != "cpu" and x.dtype != torch.bfloat16:
+        return False
     widths = (x.shape[-1], *other.shape[-2:])
-    return x.dtype == torch.bfloat16 and all(n % 8 == 0 for n in widths)
+    return all(n * x.element_size() % 16 == 0 for n in widths)

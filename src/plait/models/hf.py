@@ -1,11 +1,13 @@
 """Weights to and from Hugging Face checkpoints: a table of names for each family.
 
-A table maps our module paths to theirs; `*` stands for the layer. GPT-2 keeps its matrices
-[inputs, outputs] and q, k, v in one, which a `Place` can say.
+A table maps our module paths to theirs; `*` stands for the layer, `+` for the expert. GPT-2 keeps
+its matrices [inputs, outputs] and q, k, v in one, DeepSeek the rotated features in pairs, gpt-oss
+gate and up in turns: a `Place` can say so. Mixtures stand in files expert by expert, in the memory
+of `transformers` all together; both are read, the first is written.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,12 +24,37 @@ class Place:
     Attributes:
         path: their module path.
         transposed: its matrix is [inputs, outputs].
-        part: (i, n): ours is the i-th of n equal pieces of the outputs.
+        part: (i, n): ours is the i-th of n equal pieces of the outputs; in_turns: every n-th of
+            them from the i-th.
+        pairs: (a, b): of each a + b outputs the last b are rotated in pairs of neighbours, where
+            ours pairs the first half with the second.
+        whole: the path is the name of the weight itself; a bias has "_bias" behind it.
     """
 
     path: str
     transposed: bool = False
     part: tuple[int, int] = (0, 1)
+    in_turns: bool = False
+    pairs: tuple[int, int] | None = None
+    whole: bool = False
+
+    def name(self, leaf: str, layer: str) -> str:
+        """Of the tensor; `+` is left for the expert."""
+        path = self.path.replace("*", layer)
+        if self.whole:
+            return path if leaf == "weight" else f"{path}_{leaf}"
+        return f"{path}.{LEAVES.get(leaf, leaf)}"
+
+    def outputs(self, total: int) -> Tensor | None:
+        """Which of their outputs are ours, in our order, int64; None: all as they are."""
+        index, pieces = self.part
+        if self.pairs is not None:
+            whole = torch.arange(total).view(-1, sum(self.pairs))
+            still, turned = whole.split(self.pairs, 1)
+            return torch.cat((still, turned[:, ::2], turned[:, 1::2]), 1).flatten()
+        if self.in_turns:
+            return torch.arange(index, total, pieces)
+        return None if pieces == 1 else torch.arange(total).chunk(pieces)[index]
 
 
 _LLAMA = {
@@ -38,6 +65,7 @@ _LLAMA = {
     "layers.*.attention.o": Place("model.layers.*.self_attn.o_proj"),
     "layers.*.attention.q_norm": Place("model.layers.*.self_attn.q_norm"),
     "layers.*.attention.k_norm": Place("model.layers.*.self_attn.k_norm"),
+    "layers.*.attention": Place("model.layers.*.self_attn"),
     "layers.*.mlp.gate": Place("model.layers.*.mlp.gate_proj"),
     "layers.*.mlp.up": Place("model.layers.*.mlp.up_proj"),
     "layers.*.mlp.down": Place("model.layers.*.mlp.down_proj"),
@@ -45,7 +73,7 @@ _LLAMA = {
     "head.output": Place("lm_head"),
 }
 
-#: Llama, Mistral, Qwen 2 and 3, Gemma: norms before the branches.
+#: Llama, Mistral, Qwen 2 and 3, Gemma, and the mixtures: norms before the branches.
 PRE_NORM = _LLAMA | {
     "layers.*.attention_norm": Place("model.layers.*.input_layernorm"),
     "layers.*.mlp_norm": Place("model.layers.*.post_attention_layernorm"),
@@ -78,15 +106,84 @@ GPT2 = {
     "head.output": Place("lm_head"),
 }
 
+#: Qwen 3, OLMoE and DeepSeek in files.
+MIXTURE = {
+    "layers.*.moe.router": Place("model.layers.*.mlp.gate"),
+    "layers.*.moe.experts.gate": Place("model.layers.*.mlp.experts.+.gate_proj"),
+    "layers.*.moe.experts.up": Place("model.layers.*.mlp.experts.+.up_proj"),
+    "layers.*.moe.experts.down": Place("model.layers.*.mlp.experts.+.down_proj"),
+    "layers.*.moe.shared.gate": Place("model.layers.*.mlp.shared_experts.gate_proj"),
+    "layers.*.moe.shared.up": Place("model.layers.*.mlp.shared_experts.up_proj"),
+    "layers.*.moe.shared.down": Place("model.layers.*.mlp.shared_experts.down_proj"),
+}
+
+MIXTRAL = {
+    "layers.*.moe.router": Place("model.layers.*.block_sparse_moe.gate"),
+    "layers.*.moe.experts.gate": Place("model.layers.*.block_sparse_moe.experts.+.w1"),
+    "layers.*.moe.experts.up": Place("model.layers.*.block_sparse_moe.experts.+.w3"),
+    "layers.*.moe.experts.down": Place("model.layers.*.block_sparse_moe.experts.+.w2"),
+}
+
+#: All of these as `transformers` holds them: [experts, gate and up, inputs].
+_GATE_UP = Place("model.layers.*.mlp.experts.gate_up_proj", whole=True)
+TOGETHER = MIXTURE | {
+    "layers.*.moe.experts.gate": replace(_GATE_UP, part=(0, 2)),
+    "layers.*.moe.experts.up": replace(_GATE_UP, part=(1, 2)),
+    "layers.*.moe.experts.down": Place("model.layers.*.mlp.experts.down_proj", whole=True),
+}
+
+GPT_OSS = {
+    "layers.*.moe.router": Place("model.layers.*.mlp.router"),
+    "layers.*.moe.experts.gate": replace(_GATE_UP, transposed=True, part=(0, 2), in_turns=True),
+    "layers.*.moe.experts.up": replace(_GATE_UP, transposed=True, part=(1, 2), in_turns=True),
+    "layers.*.moe.experts.down": Place("model.layers.*.mlp.experts.down_proj", True, whole=True),
+}
+
+LATENT = {
+    "layers.*.attention.q_down": Place("model.layers.*.self_attn.q_a_proj"),
+    "layers.*.attention.q_norm": Place("model.layers.*.self_attn.q_a_layernorm"),
+    "layers.*.attention.kv_norm": Place("model.layers.*.self_attn.kv_a_layernorm"),
+    "layers.*.attention.kv_up": Place("model.layers.*.self_attn.kv_b_proj"),
+}
+
+#: Our names of what is neither a weight nor a bias -> theirs.
+LEAVES = {"correction": "e_score_correction_bias"}
+
 #: What checkpoints carry that is no parameter: tables and masks that can be computed.
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-def table(model: Model) -> dict[str, Place]:
-    """The names of the family that a model belongs to."""
+def table(model: Model, names: Iterable[str] = ()) -> dict[str, Place]:
+    """The names of the family that a model belongs to.
+
+    names: of the tensors that are to be read; they tell how a mixture stands there. Without them
+    as it is written.
+    """
     if model.positions == "learned":
         return GPT2
-    return {"input": PRE_NORM, "output": POST_NORM, "both": BOTH_NORMS}[model.norm_at]
+    places = {"input": PRE_NORM, "output": POST_NORM, "both": BOTH_NORMS}[model.norm_at]
+    if model.mla is not None:
+        mla = model.mla
+        pairs = (mla.nope_dim, mla.rope_dim)
+        places = places | LATENT
+        for ours, theirs in (("q", "q_proj"), ("q_up", "q_b_proj")):
+            place = Place(f"model.layers.*.self_attn.{theirs}", pairs=pairs)
+            places[f"layers.*.attention.{ours}"] = place
+        down = Place(
+            "model.layers.*.self_attn.kv_a_proj_with_mqa", pairs=(mla.kv_rank, mla.rope_dim)
+        )
+        places["layers.*.attention.kv_down"] = down
+    if model.moe is None:
+        return places
+    names = list(names)
+    if model.sinks:
+        return places | GPT_OSS
+    if any(".mlp.experts.gate_up_proj" in name for name in names):
+        return places | TOGETHER
+    if any(".block_sparse_moe." in name for name in names):
+        return places | MIXTRAL
+    plain = model.mla is None and model.qk_norm is None and not model.moe.shared
+    return places | (MIXTRAL if plain and not names else MIXTURE)
 
 
 def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
@@ -99,19 +196,25 @@ def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
     result, used = {}, set()
     # Checkpoints of a bare model leave out the name that the language model gives it.
     bare = not any(name.startswith(("model.", "transformer.")) for name in state)
-    for p, theirs, place in _pairs(model):
-        name = theirs.removeprefix("model.").removeprefix("transformer.") if bare else theirs
-        if name not in state:
+    for p, theirs, place in _pairs(model, state):
+        if bare:
+            theirs = theirs.removeprefix("model.").removeprefix("transformer.")
+        pieces = _each(theirs, p)
+        missing = [name for name in pieces if name not in state]
+        used.update(pieces)
+        for name in missing:
             problems.append(error(name, None, f"missing; {p.name} is made from it", rule="weights"))
+        if missing:
             continue
-        used.add(name)
-        whole = state[name]
-        value = whole.t() if place.transposed and whole.dim() == 2 else whole
-        index, pieces = place.part
-        value = value.chunk(pieces)[index]
-        if tuple(value.shape) != p.shape:
-            message = f"has shape {list(whole.shape)}, but {p.name} of {model.name} is {p.shape}"
-            problems.append(error(name, tuple(whole.shape), message, rule="weights"))
+        shapes = {tuple(state[name].shape) for name in pieces}
+        value = None
+        if len(shapes) == 1:
+            whole = state[theirs] if pieces == [theirs] else torch.stack([state[n] for n in pieces])
+            value = _ours(whole, p, place)
+        if value is None or tuple(value.shape) != p.shape:
+            found = " or ".join(str(list(shape)) for shape in sorted(shapes))
+            message = f"has shape {found}, but {p.name} of {model.name} is {p.shape}"
+            problems.append(error(pieces[0], found, message, rule="weights"))
             continue
         result[p.name] = value.contiguous()
     for name in state:
@@ -125,29 +228,67 @@ def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
 
 
 def to_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """A Hugging Face state dict out of our parameters; the inverse of `from_hf`."""
-    parts: dict[str, list[Tensor]] = {}
-    transposed = set()
+    """A Hugging Face state dict out of our parameters, named as in files."""
+    result: dict[str, Tensor] = {}
     for p, theirs, place in _pairs(model):
-        parts.setdefault(theirs, []).append(state[p.name])  # the table has q, k, v in order
-        if place.transposed and len(p.shape) == 2:
-            transposed.add(theirs)
-    joined = {
-        name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in parts.items()
-    }
-    return {name: (x.t().contiguous() if name in transposed else x) for name, x in joined.items()}
+        ours, dim = state[p.name], _outputs(p)
+        count = ours.shape[dim] * place.part[1]
+        index = place.outputs(count)
+        if index is None:
+            value = ours
+        else:
+            whole = result.get(theirs)
+            if whole is None:
+                shape = list(ours.shape)
+                shape[dim] = count
+                whole = ours.new_empty(shape)
+            elif place.transposed and dim == -2:
+                whole = whole.transpose(-1, -2)
+            value = whole.index_copy_(dim, index.to(ours.device), ours)
+        if place.transposed and dim == -2:
+            value = value.transpose(-1, -2)
+        pieces = _each(theirs, p)
+        if pieces == [theirs]:
+            result[theirs] = value
+        else:
+            result.update(zip(pieces, value.unbind(0), strict=True))
+    return {name: value.contiguous() for name, value in result.items()}
 
 
-def _pairs(model: Model) -> Iterator[tuple[Parameter, str, Place]]:
+def _ours(theirs: Tensor, p: Parameter, place: Place) -> Tensor | None:
+    """Our part of their tensor; None where its dims are other ones."""
+    dim = _outputs(p)
+    if theirs.dim() != len(p.shape):
+        return None
+    value = theirs.transpose(-1, -2) if place.transposed and dim == -2 else theirs
+    if place.pairs is not None and value.shape[dim] % sum(place.pairs):
+        return None
+    index = place.outputs(value.shape[dim])
+    return value if index is None else value.index_select(dim, index.to(value.device))
+
+
+def _outputs(p: Parameter) -> int:
+    """The dim of a parameter that counts outputs."""
+    return -1 if len(p.shape) == 1 or p.name.endswith(".bias") else -2
+
+
+def _each(theirs: str, p: Parameter) -> list[str]:
+    """The names of the tensors, one for each expert where the name has a place for its number."""
+    if "+" not in theirs:
+        return [theirs]
+    return [theirs.replace("+", str(e)) for e in range(p.shape[0])]
+
+
+def _pairs(model: Model, names: Iterable[str] = ()) -> Iterator[tuple[Parameter, str, Place]]:
     """(our parameter, the name of their tensor, where in it)."""
-    names = table(model)
+    places = table(model, names)
     for p in parameters(model):
         path, _, leaf = p.name.rpartition(".")
         layer = ""
         if path.startswith("layers."):
             _, layer, rest = path.split(".", 2)
             path = f"layers.*.{rest}"
-        if path not in names:
+        if path not in places:
             message = f"{p.name} has no name in a Hugging Face checkpoint"
             raise UserError([error("model", model.name, message, rule="weights")])
-        yield p, f"{names[path].path.replace('*', layer)}.{leaf}", names[path]
+        yield p, places[path].name(leaf, layer), places[path]

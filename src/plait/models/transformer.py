@@ -3,8 +3,8 @@
 The residual stream is [T, hidden] with T = batch * sequence tokens; only attention looks at the
 two apart. Parameters carry the names and shapes of `spec.parameters.parameters(model)`.
 `parallel/` puts its own functions at `fan_out`, `latents`, `spread`, `attend` and `cross_entropy`,
-its own modules at `o`, `down`, `tokens`, `q_norm`, `k_norm`, in mixtures what `models/moe.py` names,
-and needs to change nothing else.
+its own modules at `o`, `down`, `tokens`, `q_norm`, `k_norm`, in mixtures at what `models/moe.py`
+names, and needs to change nothing else.
 """
 
 import math
