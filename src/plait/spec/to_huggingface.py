@@ -70,9 +70,8 @@ def to_config(model: Model) -> dict[str, Any]:
     arch = ARCHITECTURES[kind]
     config: dict[str, Any] = {"model_type": kind, "architectures": [CLASSES[kind]]}
     for field, keys in KEYS.items():
-        old = kind == "gpt2" and len(keys) > 1
-        if kind != "gpt2" or old or field == "tied":
-            config[keys[-1] if old else keys[0]] = getattr(model, field)
+        if kind != "gpt2" or len(keys) > 1 or field in ("vocab", "tied"):
+            config[keys[-1] if kind == "gpt2" else keys[0]] = getattr(model, field)
     if model.mla is not None:
         del config["head_dim"]
     if arch.attention_bias or kind.startswith("deepseek"):
@@ -82,7 +81,8 @@ def to_config(model: Model) -> dict[str, Any]:
     if model.positions == "rope":
         config["rope_parameters"] = _rotary(model)
     if model.attention_scale is not None and model.mla is None:
-        config["query_pre_attn_scalar"] = round(model.attention_scale**-2, 9)
+        scalar = round(model.attention_scale**-2, 9)
+        config["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
     for part, names in ((model.moe, arch.moe), (model.mla, arch.mla)):
         if part is not None and names is not None:
             for field, key in names.items():
