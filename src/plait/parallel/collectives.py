@@ -30,6 +30,18 @@ class Done:
         pass
 
 
+@dataclass(frozen=True)
+class Both:
+    """Two that are under way."""
+
+    first: Handle
+    second: Handle
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.second.wait()
+
+
 @dataclass
 class Scope:
     """What the program is doing now, so that whoever records a collective can say why it ran.
@@ -98,6 +110,29 @@ class Axis:
         assert x.numel() == self.size * out.numel(), (out.shape, x.shape, self)
         return self._issue("reduce-scatter", dist.reduce_scatter_single, wait, out, x)
 
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_rows: list[int] | None = None,
+        rows: list[int] | None = None,
+        wait: bool = True,
+    ) -> Handle:
+        """Sends the i-th piece of x along dim 0 to rank i, and writes what rank i sends to this one
+        into the i-th piece of out.
+
+        rows, out_rows: how many rows each piece has; both, or neither where all are alike.
+        """
+        if self.size == 1:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Done()
+        assert (rows is None) == (out_rows is None), (rows, out_rows)
+        assert rows is not None or out.shape[0] == x.shape[0], (out.shape, x.shape, self)
+        assert rows is None or sum(rows) == x.shape[0], (rows, x.shape, self)
+        assert out_rows is None or sum(out_rows) == out.shape[0], (out_rows, out.shape, self)
+        return self._issue("all-to-all", dist.all_to_all_single, wait, out, x, out_rows, rows)
+
     def _issue(self, name: str, collective: Callable, wait: bool, *args: Any) -> Handle:
         for t in args:
             if isinstance(t, Tensor) and not t.is_contiguous():
@@ -106,7 +141,9 @@ class Axis:
                     f"{t.stride()} is not dense; its neighbours in memory would be sent"
                 )
         if self.scope.check is not None:
-            self.scope.check(self, name, args[0])
+            # What differs rightly between ranks is how many rows they get in pieces of their own.
+            uneven = name == "all-to-all" and args[-1] is not None
+            self.scope.check(self, name, args[0][:0] if uneven else args[0])
         self.scope.axis = self
         try:
             work = collective(*args, group=self.group, async_op=not wait)
@@ -141,6 +178,22 @@ class Axis:
             )
         finally:
             self.scope.axis = None
+
+    def shift(
+        self, out: Tensor, x: Tensor, by: int, what: str = "message", back: str = ""
+    ) -> Handle:
+        """Starts to send x to the rank `by` further on, round the axis, and to fill `out` with what
+        the rank `by` before sends; both may be touched again after `wait`.
+
+        what, back: the message that is sent, and the one that is received.
+        """
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        # In an order that ends also where messages block: the last rank receives first.
+        if self.rank < to:
+            first, second = self.send(x, to, what), self.receive(out, source, back or what)
+        else:
+            first, second = self.receive(out, source, back or what), self.send(x, to, what)
+        return Both(first, second)
 
     def exchange_sum(self, x: Tensor, peer: int) -> None:
         """Adds what `peer` has in its x, in place; the peer does the same with ours."""

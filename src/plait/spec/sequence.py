@@ -212,7 +212,7 @@ def imbalance(split: Split, window: int | None = None) -> float:
 
 def ring_imbalance(split: Split, window: int | None = None) -> float:
     """The same for a ring whose ranks go in step: the most work of each step, summed, over the
-    mean. Contiguous pieces: (2 cp - 1) / cp for long samples, whatever the ranks do."""
+    mean. Contiguous pieces of a long sample: (2 cp - 1) / cp."""
     return _over_mean(split, window, lambda w: sum(max(_of_step(w, s)) for s in range(len(w))))
 
 
