@@ -122,7 +122,9 @@ class Experts(nn.Module):
 class Alone:
     """What ranks that share a micro batch do for each other's routing, where there is only one.
 
-    Of the rows of a micro batch (as the residual stream has them) each rank routes its own.
+    Of the rows of a micro batch (as the residual stream has them) each rank routes its own. Ranks
+    that have the same rows, as under tensor parallelism without sequence parallelism, do the same
+    work and share nothing: then the router's gradient is whole on each, as its other inputs' are.
     """
 
     def total(self, counts: Tensor, form: str) -> Tensor:

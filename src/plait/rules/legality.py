@@ -46,6 +46,11 @@ RANGES = {
     "model.rope_theta": (0, None, (False, True)),
     "model.rope_local_theta": (0, None, (False, True)),
     "model.rope_scaling.factor": (0, None, (False, True)),
+    "model.moe.scaling": (0, None, (False, True)),
+    "model.moe.correction_speed": (0, None, (True, True)),
+    "model.moe.aux_loss": (0, None, (True, True)),
+    "model.moe.z_loss": (0, None, (True, True)),
+    "model.moe.capacity": (0, None, (False, True)),
     "train.steps": (1, None, (True, True)),
     "train.learning_rate": (0, None, (True, True)),
     "train.min_learning_rate": (0, None, (True, True)),
@@ -130,11 +135,22 @@ def head_counts(job: Job) -> Iterator[Finding]:
 
 
 def experts_chosen(job: Job) -> Iterator[Finding]:
-    """A token goes to no more experts than there are."""
-    moe = job.model.moe
-    if moe is not None and moe.topk > moe.experts:
-        message = f"top {moe.topk} of {moe.experts} experts"
-        yield error("model.moe.topk", moe.topk, message, moe.experts, "experts-chosen")
+    """A token goes to no more experts than there are, or than its best groups have."""
+    moe, rule = job.model.moe, "experts-chosen"
+    if moe is None or min(moe.experts, moe.groups, moe.topk_groups) < 1:
+        return
+    if moe.experts % moe.groups:
+        message = f"{moe.experts} experts do not make {moe.groups} equal groups"
+        legal = nearest(moe.groups, divisors(moe.experts))
+        yield error("model.moe.groups", moe.groups, message, legal, rule)
+    elif moe.topk_groups > moe.groups:
+        message = f"the best {moe.topk_groups} of {moe.groups} groups"
+        yield error("model.moe.topk_groups", moe.topk_groups, message, moe.groups, rule)
+    elif moe.topk > moe.experts // moe.groups * moe.topk_groups:
+        most = moe.experts // moe.groups * moe.topk_groups
+        where = f" in the best {moe.topk_groups} groups" if moe.groups > 1 else ""
+        message = f"top {moe.topk} of {most} experts{where}"
+        yield error("model.moe.topk", moe.topk, message, most, rule)
 
 
 # ------------------------------------------------------------------------------------------
