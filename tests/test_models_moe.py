@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from plait.models.hf import from_hf, to_hf
 from plait.models.moe import mixtures
@@ -292,3 +293,17 @@ def test_half_precision_is_as_near_as_its_rounding(name):
     assert {p.grad.dtype for p in half.parameters()} == {torch.bfloat16}
     assert loss.dtype == torch.float32
     assert abs(loss.item() - whole(tokens, targets).item()) <= 2**-7 * loss.item()
+
+
+def test_latent_attention_takes_the_fused_kernel(monkeypatch):
+    """Whose values are as wide as its keys, unlike those of latent attention."""
+    seen, fused = [], F.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        y = fused(*args, **kwargs)
+        seen.append(y.grad_fn.name())
+        return y
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    Transformer(model_of("deepseek-v3"))(*batch())
+    assert set(seen) == {"ScaledDotProductFlashAttentionForCpuBackward0"}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.models import layers as L
-from plait.models.grouped import counts, grouped
+from plait.models.grouped import bias_gradient, counts, grouped, product, weight_gradient
 from plait.models.moe import Alone, combine, correct, mixtures, permute
 from plait.models.routing import choose, within_capacity
 from plait.models.transformer import Transformer
@@ -416,6 +416,46 @@ def test_grouped_products_are_those_of_each_group(dtype, bias, sizes, width):
     for a, b in zip(ours, [whole.detach(), *zeros], strict=True):
         assert a.shape == b.shape
         assert torch.allclose(a.double(), b, rtol=epsilon, atol=10 * epsilon)
+
+
+class _Later(torch.autograd.Function):
+    """Expert products whose weight gradients are put off, from the pieces of `models.grouped`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bank, sizes, queue):
+        ctx.save_for_backward(x, weight)
+        ctx.rest = bank, sizes, queue
+        return product(x, weight.transpose(1, 2), sizes, bank.bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        bank, sizes, queue = ctx.rest
+        x = x.detach()
+
+        def make():
+            bank.weight.grad = weight_gradient(grad, x, sizes)
+            if bank.bias is not None:
+                bank.bias.grad = bias_gradient(grad, sizes)
+
+        queue.append(make)
+        return product(grad, weight, sizes), None, None, None, None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weight_gradients_can_be_put_off(bias):
+    moe = MoE(6, 2, 16, aux_loss=0.1, bias=bias, shared=1)
+    at_once, later, queue = built(moe), built(moe), []
+    at_once(TOKENS, TOKENS).backward()
+    for mixture in mixtures(later):
+        mixture.experts.grouped = lambda x, bank, sizes: _Later.apply(
+            x, bank.weight, bank, sizes, queue
+        )
+    later(TOKENS, TOKENS).backward()
+    assert all((p.grad is None) == ("experts" in n) for n, p in later.named_parameters())
+    for make in queue:
+        make()
+    assert_equal(gradients(later), gradients(at_once))
 
 
 def test_counts_leave_out_those_without_an_expert():
