@@ -33,6 +33,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from plait.models import layers as L
 from plait.models.grouped import counts, grouped
+from plait.models.permute import Way, combine, permute
 from plait.models.routing import choose, log_sum_exp, within_capacity
 from plait.spec.model import Model
 
@@ -162,7 +163,7 @@ class MoE(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = shared
-        self.dispatch: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(local, self.experts)
+        self.dispatch: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(at_home, self.experts)
         self.ranks = Alone()
         self.scale: float | Tensor = 1.0
         self.load: Tensor | None = None
@@ -241,14 +242,15 @@ class _Attach(torch.autograd.Function):
     def forward(
         ctx: Any, weight: Tensor, losses: Tensor, correction: Tensor | None, moe: MoE
     ) -> Tensor:
-        ctx.moe, ctx.load, ctx.losses = moe, moe.load, losses.detach()
+        ctx.moe = moe
+        ctx.save_for_backward(moe.load, losses.detach())
         ctx.dtype = None if correction is None else correction.dtype
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        moe, load, losses = ctx.moe, ctx.load, ctx.losses
+        moe, (load, losses) = ctx.moe, ctx.saved_tensors
         seen = moe.tally
         moe.tally = (load, losses) if seen is None else (seen[0] + load, seen[1] + losses)
         excess = None if ctx.dtype is None else (load * len(load) - load.sum()).to(ctx.dtype)
@@ -267,71 +269,8 @@ def mixtures(module: nn.Module) -> Iterator[MoE]:
     return (m for m in module.modules() if isinstance(m, MoE))
 
 
-# ------------------------------------------------------------------------------------------
-# To the experts and back, where all are at home
-
-
-def local(experts: Experts, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+def at_home(experts: Experts, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     """`MoE.dispatch` on one device: rows are sorted by expert, computed, and summed by token."""
     count = experts.count(index)
-    order = index.flatten().argsort(stable=True)  # no expert sorts last
-    y = experts(permute(x, order, index.shape[1], sum(count)), count)
-    return combine(y, weight, order)
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, k: int, rows: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return x[order[:rows] // k]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return _by_choice(grad, order).view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(y, weight, order)
-        each = _by_choice(y, order).view(*weight.shape, y.shape[1])
-        return torch.bmm(weight.to(y.dtype)[:, None], each)[:, 0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        y, weight, order = ctx.saved_tensors
-        rows = order[: len(y)]
-        whole = grad[rows // weight.shape[1]]
-        dweight = weight.new_zeros(weight.numel())
-        dweight[rows] = (whole * y).sum(1, dtype=weight.dtype)
-        dy = whole.mul_(weight.flatten()[rows, None].to(y.dtype))
-        return dy, dweight.view(weight.shape), None
-
-
-def _by_choice(y: Tensor, order: Tensor) -> Tensor:
-    """Rows [M, H] in expert order -> [T k, H] in token order, zeros where no expert was."""
-    if len(y) == len(order):
-        return torch.empty_like(y).index_copy_(0, order, y)
-    return y.new_zeros(len(order), y.shape[1]).index_copy_(0, order[: len(y)], y)
-
-
-def permute(x: Tensor, order: Tensor, k: int, rows: int) -> Tensor:
-    """Each token's row for each of its k experts, sorted by expert: [T, H] -> [rows, H].
-
-    order: int64 [T k], the choices (token t's j-th is t k + j) by expert; the first `rows` of
-    them go to one. Backward adds a token's k gradients up in their order, so that it is the same
-    every time.
-    """
-    return _Permute.apply(x, order, k, rows)
-
-
-def combine(y: Tensor, weight: Tensor, order: Tensor) -> Tensor:
-    """The sum over a token's experts of weight times y, the inverse of `permute`.
-
-    y: [rows, H] in expert order. weight: [T, k]. -> [T, H], of y's dtype. Keeps y and weight.
-    """
-    return _Combine.apply(y, weight, order)
+    way = Way(index, sum(count))
+    return combine(experts(permute(x, way), count), weight, way)
