@@ -86,6 +86,27 @@ def test_values_of_another_width_and_blocks_of_queries(window, monkeypatch):
     check_equal(attention(*leaves, segments, window), masked(*leaves, segments, window), leaves)
 
 
+@pytest.mark.parametrize("value_dim", [6, 4])
+def test_any_strides(value_dim):
+    """Views of every kind, and the gradient of a sum, which has no strides at all."""
+    q, k, v = inputs(2, 21, 4, 2, 6, value_dim)
+    packed = torch.cat((q.flatten(2), k.flatten(2), v.flatten(2)), -1)
+    widths = (4 * 6, 2 * 6, 2 * value_dim)
+    views = [
+        p.unflatten(2, (heads, -1))
+        for p, heads in zip(packed.split(widths, -1), (4, 2, 2), strict=True)
+    ]
+    turned = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in (q, k, v)]
+    wanted = masked(q, k, v, [(21,), (21,)], 8)
+    grads = torch.autograd.grad(wanted.sum(), (q, k, v))
+    for way in (views, turned):
+        ours = attention(*way, window=8)
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+        mine = torch.autograd.grad(ours.sum(), (q, k, v), retain_graph=True)
+        for m, g in zip(mine, grads, strict=True):
+            torch.testing.assert_close(m, g, rtol=0, atol=1e-12)
+
+
 def explicit(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:

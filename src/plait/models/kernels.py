@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tu
     kernel = _fused(q, v, scores)
     if kernel is None:
         return _products(q, k, v, causal, scores)
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    heads_first = _heads_first(q, k, v)
     if kernel == "cpu":
         o, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             *heads_first, 0.0, causal, scale=scores.scale
@@ -66,7 +66,8 @@ def backward(
     kernel = _fused(q, v, scores)
     if kernel is None:
         return _products_backward(grad, q, k, v, o, lse, causal, scores)
-    grad, q, k, v, o, lse = (t.transpose(1, 2) for t in (grad, q, k, v, o, lse))
+    grad, q, k, v, o = _heads_first(grad, q, k, v, o)
+    lse = lse.transpose(1, 2)
     if kernel == "cpu":
         grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, o, lse, 0.0, causal, scale=scores.scale
@@ -87,6 +88,12 @@ def _fused(q: Tensor, v: Tensor, scores: Scores) -> str | None:
     if q.device.type == "cpu":
         return "cpu"
     return "cuda" if q.is_cuda and q.dtype in _HALF and q.shape[-1] <= 256 else None
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[B, S, heads, dim] -> [B, heads, S, dim]. The kernels follow the strides of all dims but the
+    last, which they take to be dense without a look."""
+    return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors]
 
 
 def _products(

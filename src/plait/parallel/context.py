@@ -299,7 +299,7 @@ def _apart(x: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
 def _gather_positions(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     """[ranks, B, own positions, width], what each rank is to have -> [B, all positions, width]."""
     ranks, batch, own, width = x.shape
-    x = x.reshape(-1, width)  # dense: rank after rank
+    x = x.reshape(-1, width).contiguous()  # rank after rank
     out = x.new_empty(batch * sum(sizes), width)
     axis.all_to_all(out, x, *_rows(batch, sizes, [own] * ranks))
     pieces = out.split([batch * size for size in sizes])
