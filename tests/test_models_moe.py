@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from plait.models.hf import from_hf, to_hf
 from plait.models.moe import mixtures
 from plait.models.transformer import Transformer
+from plait.spec import presets
+from plait.spec.findings import UserError
 from plait.spec.huggingface import from_config
 from plait.spec.model import MLA, Model, MoE, RopeScaling
 from plait.spec.parameters import parameters
@@ -307,3 +309,21 @@ def test_latent_attention_takes_the_fused_kernel(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     Transformer(model_of("deepseek-v3"))(*batch())
     assert set(seen) == {"ScaledDotProductFlashAttentionForCpuBackward0"}
+
+
+def test_a_layer_for_multi_token_prediction_is_left_out(hf):
+    model = model_of("deepseek-v3")
+    state = weights(peer(hf, "deepseek-v3"))
+    more = state | {f"model.layers.{model.layers}.eh_proj.weight": torch.zeros(2, 2)}
+    assert from_hf(more, model).keys() == {p.name for p in parameters(model)}
+    with pytest.raises(UserError):
+        from_hf(state | {f"model.layers.{model.layers + 1}.x": torch.zeros(2)}, model)
+    mixtral = model_of("mixtral")
+    state = weights(peer(hf, "mixtral")) | {"model.layers.2.eh_proj.weight": torch.zeros(2, 2)}
+    with pytest.raises(UserError):
+        from_hf(state, mixtral)
+
+
+def test_the_preset_of_mixtral_routes_as_its_config_says(hf):
+    said = from_config(hf.MixtralConfig().to_dict(), "mixtral-8x7b")
+    assert said.moe == presets.model("mixtral-8x7b").moe

@@ -29,7 +29,7 @@ SIZES = {
     "vocab": 31,
     "seq": 32,
 }
-BATCH, SEQ = 3, 16
+BATCH, SEQ = 3, 15
 TOKENS = torch.randint(31, (BATCH, SEQ), generator=torch.Generator().manual_seed(3))
 
 
@@ -236,7 +236,7 @@ def test_evaluation_has_no_losses_and_leaves_no_trace():
 
 
 def test_ranks_that_share_sequences_add_up():
-    """Two ranks with half of each sequence's rows, who tell each other their counts."""
+    """Five ranks with nine rows each of three sequences of fifteen, who tell each other counts."""
     moe = MoE(6, 2, 16, aux_loss=0.3, z_loss=0.2, correction=True, every=2, capacity=0.5)
     whole = built(moe)
     (mixture,) = mixtures(whole)
@@ -248,14 +248,14 @@ def test_ranks_that_share_sequences_add_up():
     part = built(moe)
     (mixture,) = mixtures(part)
     ctx = part.context(BATCH, SEQ)
-    rows = torch.arange(BATCH * SEQ).view(2, -1)
+    rows = torch.arange(BATCH * SEQ).view(5, -1)
     index, _, _ = choose(moe, mixture.router(x), mixture.router.correction)
     table = torch.zeros(BATCH, 6, dtype=torch.int64)
     for t, experts in enumerate(index.tolist()):
         for e in experts:
             table[t // SEQ, e] += 1
 
-    class Two(Alone):
+    class Part(Alone):
         def __init__(self, rank):
             self.rank = rank
 
@@ -274,8 +274,8 @@ def test_ranks_that_share_sequences_add_up():
         def part(self, what):
             return what[rows[self.rank]]
 
-    for rank in range(2):
-        mixture.ranks = Two(rank)
+    for rank in range(5):
+        mixture.ranks = Part(rank)
         mixture(x[rows[rank]], ctx).backward(grad[rows[rank]])
     assert_equal({n: p.grad for n, p in mixture.named_parameters()}, expected)
 

@@ -189,6 +189,8 @@ def table(model: Model, names: Iterable[str] = ()) -> dict[str, Place]:
 def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
     """Our parameters out of a Hugging Face state dict; dtypes are kept.
 
+    A module for multi-token prediction is left out: `Model` has none.
+
     Raises:
         UserError: names every tensor that is missing, of a wrong shape, or left over.
     """
@@ -217,9 +219,13 @@ def from_hf(state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
             problems.append(error(pieces[0], found, message, rule="weights"))
             continue
         result[p.name] = value.contiguous()
+    # DeepSeek-V3 and its like have a layer more, which predicts the token after the next.
+    beyond = f"layers.{model.layers}." if model.moe and model.moe.correction else None
     for name in state:
-        copy_of_embedding = model.tied and name == "lm_head.weight"
-        if name not in used and not copy_of_embedding and not name.endswith(COMPUTED):
+        known = name in used or name.endswith(COMPUTED)
+        known |= model.tied and name == "lm_head.weight"
+        known |= beyond is not None and name.removeprefix("model.").startswith(beyond)
+        if not known:
             message = f"{model.name} has no place for it"
             problems.append(error(name, tuple(state[name].shape), message, rule="weights"))
     if problems:

@@ -154,7 +154,8 @@ class MoE(nn.Module):
         ranks: see `Alone`.
         scale: a number or scalar tensor; what the summed loss is multiplied by before backward.
         load: int64 [E], choices of each expert in the last forward, of this rank's tokens.
-        tally: what has passed backward, so each micro batch just once, since `take`.
+        tally: what has passed backward, so each micro batch just once, since `take`, which a
+            trainer calls once a step.
     """
 
     def __init__(self, model: Model, shared: nn.Module | None):
@@ -213,7 +214,8 @@ class MoE(nn.Module):
             if moe.aux_form == "global" and self.tally is not None:
                 table = table + self.tally[0]
             table = self.ranks.total(table, moe.aux_form)
-            share = table.to(scores.dtype) * (moe.experts / table.sum(1, keepdim=True))
+            table = table.to(scores.dtype)
+            share = moe.experts * table / table.sum(1, keepdim=True)
             aux = moe.aux_loss * (share[sequence] * scores).sum()
         if moe.z_loss:
             z = moe.z_loss * log_sum_exp(logits).square().sum()
