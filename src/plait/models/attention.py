@@ -292,19 +292,43 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, sinks = ctx.saved_tensors
         wide, dsinks = kernels.precise(q.dtype), None
-        dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-        for some, keys, values, dkeys, dvalues in ctx.source.gradients(k, v, dk, dv):
-            for samples, found in some:
-                for call in found:
-                    _add_gradients(
-                        call,
-                        *(t[samples] for t in (grad, q, keys, values, o, lse, dq, dkeys, dvalues)),
-                        ctx.scores,
-                    )
+        call = _only_call(ctx.source.plan, q) if isinstance(ctx.source, AtHand) else None
+        if call is not None and call.kind == "causal":  # then it is of all keys too
+            dq, dk, dv = kernels.backward(grad, q, k, v, o, lse, True, ctx.scores)
+        else:
+            dq, dk, dv = _gradients(grad, q, k, v, o, lse, ctx.source, ctx.scores)
         if sinks is not None:
             weight = (sinks.to(wide) - lse).exp_()
             dsinks = -(weight * (grad.to(wide) * o.to(wide)).sum(-1)).sum((0, 1)).to(sinks.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+
+
+def _only_call(some: Plan, q: Tensor) -> Call | None:
+    """The call, if it is the only one, of every sample and query, and needs no turning."""
+    if len(some) == 1 and some[0][0] == slice(None) and len(some[0][1]) == 1:
+        (call,) = some[0][1]
+        return call if call.kind != "anti" and (call.q0, call.q1) == (0, q.shape[1]) else None
+    return None
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    source: Source,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v, in `kernels.precise`, call by call."""
+    dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
+    for some, keys, values, dkeys, dvalues in source.gradients(k, v, dk, dv):
+        for samples, found in some:
+            for call in found:
+                parts = (t[samples] for t in (grad, q, keys, values, o, lse, dq, dkeys, dvalues))
+                _add_gradients(call, *parts, scores)
+    return dq, dk, dv
 
 
 def _add(
@@ -318,12 +342,11 @@ def _add(
 ) -> tuple[Tensor, Tensor]:
     """Adds a block of keys to the output (in `kernels.precise`, None at first)."""
     wide = kernels.precise(q.dtype)
-    if o is None and len(some) == 1 and len(some[0][1]) == 1:
-        ((_, (call,)),) = some
-        if call.kind != "anti" and (call.q0, call.q1) == (0, q.shape[1]):
-            keys = slice(call.k0, call.k1)
-            o, lse = kernels.forward(q, k[:, keys], v[:, keys], call.kind == "causal", scores)
-            return o.to(wide), lse
+    call = _only_call(some, q) if o is None else None
+    if call is not None:
+        keys = slice(call.k0, call.k1)
+        o, lse = kernels.forward(q, k[:, keys], v[:, keys], call.kind == "causal", scores)
+        return o.to(wide), lse
     if o is None:
         o = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
