@@ -69,13 +69,28 @@ def anywhere(pp: int, micro: int) -> Table:
     return Table("anywhere", tuple(map(tuple, ranks)))
 
 
-@pytest.mark.parametrize("make", [mixed, anywhere])
+def everywhere(pp: int, micro: int) -> Table:
+    """Each rank does the whole model, for its own micro batches: pp copies of everything."""
+    chunks = range(2 * pp)
+    ranks = [
+        [
+            Action(kind, c, i)
+            for i in range(rank, micro, pp)
+            for kind, order in (("F", chunks), ("B", chunks[::-1]))
+            for c in order
+        ]
+        for rank in range(pp)
+    ]
+    return Table("everywhere", tuple(map(tuple, ranks)))
+
+
+@pytest.mark.parametrize("make", [mixed, anywhere, everywhere])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_a_table_in_a_file_equals_one_process(make, pp, tmp_path):
-    table = make(pp, 3)
+    table = make(pp, 5)
     write_table(table, tmp_path / "table.csv")
     layout = {"pp": pp, "vpp": table.chunks // pp, "zero": 2}
-    job = job_of(str(tmp_path / "table.csv"), 4, 3, **layout)
+    job = job_of(str(tmp_path / "table.csv"), 4, 5, **layout)
     compare(run_ranks(4, on_rank, job, True), one_process(job))
 
 

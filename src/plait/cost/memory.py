@@ -102,11 +102,11 @@ def _cast(job: Job, buckets: Iterable[Bucket]) -> int:
 
 
 def _exchanged(job: Job, stage: int) -> int:
-    """Bytes of the largest piece of gradients that comes from another stage."""
+    """Bytes of what comes from other stages of one bucket's gradients, the most at a time."""
     if job.layout.pp == 1:
         return 0
     table = table_of(job)
-    copies = (b.size for b, _ in shared(job, table, stage, table.held[stage]))
+    copies = (n * b.size for b, n in shared(job, table, stage, table.held[stage]))
     return element_bytes(job)[2] * max(copies, default=0) // _shards(job)
 
 

@@ -47,7 +47,7 @@ class Step:
 
         Args:
             actions: with transfers. place: (chunk, micro batch) -> stage.
-            exchanged: bytes of the largest gradient that other stages have a part of.
+            exchanged: bytes of the largest gradient that comes from other stages, of all of them.
             cast: bytes of gradients in another dtype that the optimizer is given.
         """
         tape, sent = self.tape, set()

@@ -6,7 +6,7 @@ dense tensors of checked sizes, because gloo reduces the wrong memory of a view 
 without an error, and aborts the process when sizes differ between ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -142,17 +142,24 @@ class Axis:
         finally:
             self.scope.axis = None
 
-    def exchange_sum(self, x: Tensor, peer: int) -> None:
-        """Adds what `peer` has in its x, in place; the peer does the same with ours."""
-        other = torch.empty_like(x)
-        # In one order on both sides, so that it also holds where messages block.
-        if self.rank < peer:
-            out, back = self.send(x, peer), self.receive(other, peer)
-        else:
-            back, out = self.receive(other, peer), self.send(x, peer)
-        out.wait()
-        back.wait()
-        x.add_(other)
+    def exchange_sum(self, x: Tensor, peers: Iterable[int]) -> None:
+        """Sums the x of this rank and of some others, in place; they do the same, and all have the
+        same result to the bit."""
+        parts = {self.rank: x}
+        for peer in sorted(peers):
+            parts[peer] = other = torch.empty_like(x)
+            # In one order on both sides, so that it also holds where messages block.
+            if self.rank < peer:
+                out, back = self.send(x, peer), self.receive(other, peer)
+            else:
+                back, out = self.receive(other, peer), self.send(x, peer)
+            out.wait()
+            back.wait()
+        total, *rest = (parts[rank] for rank in sorted(parts))
+        for part in rest:
+            total.add_(part)
+        if total is not x:
+            x.copy_(total)
 
     def gather_rows(self, x: Tensor, wait: bool = True) -> tuple[Tensor, Handle]:
         """The ranks' x, one behind the other along dim 0; [n, ...] -> [size * n, ...]."""

@@ -270,8 +270,7 @@ class DataParallel:
                 first.own_grads.add_(b.own_grads)
             place = next(c for c, chunk in self.chunks.items() if first in chunk.buckets)
             ranks = {r for r, _ in self._copies(place, first.bucket.entries)}
-            for mirror in ranks - {pp.rank}:
-                pp.exchange_sum(first.own_grads, mirror)
+            pp.exchange_sum(first.own_grads, ranks - {pp.rank})
             for b in others:
                 b.own_grads.copy_(first.own_grads)
 
