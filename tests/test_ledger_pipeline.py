@@ -229,6 +229,12 @@ def test_every_schedule(schedule):
     agree(legal_job(0, schedule))
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_head_alone_on_its_stage(zero):
+    """One layer over two stages; the gradient of what was received comes first there."""
+    agree(make_job(MODELS["gpt"].with_layers(1), 2, "bfloat16", 0.1, pp=2, world=4, zero=zero))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(1, 31))
 @pytest.mark.parametrize("schedule", SCHEDULES)
