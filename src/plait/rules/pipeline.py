@@ -1,12 +1,12 @@
 """Pipelines: which are illegal, and which cost more than they need."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from plait.cost.flops import chunk_flops
-from plait.cost.ledger import MEMORY_TOLERANCE
-from plait.cost.memory import memory
+from plait.cost.ledger import MEMORY_TOLERANCE, StageMemory
+from plait.cost.memory import memory_by_stage
 from plait.planner.partition import by_cost, placement
 from plait.rules.numbers import element_bytes, in_bytes, stream_bytes
 from plait.schedules.build import problems
@@ -176,27 +176,30 @@ def recompute_frees(job: Job) -> Iterator[Finding]:
         dtype = "float32" if job.cluster is None else "bfloat16"
     job = replace(job, train=replace(job.train, dtype=dtype))
     kept = replace(job, layout=replace(layout, recompute="none"))
-    with_, without = _most(job), _most(kept)
-    if any(a < (1 - MEMORY_TOLERANCE) * b for a, b in zip(with_, without, strict=True)):
-        return
-    stage = with_.index(max(with_))
+    passing = []
+    for rows in zip(memory_by_stage(job), memory_by_stage(kept), strict=True):
+        with_, without = map(_most, rows)
+        if with_ < (1 - MEMORY_TOLERANCE) * without:
+            return
+        passing.append((with_, without))
+    with_, without = most = max(passing)
+    stage = passing.index(most)
     message = (
         f"recompute {layout.recompute} frees nothing under {layout.schedule}, which puts weight "
         f"gradients off and holds what they need: beside the states stage {stage} has "
-        f"{in_bytes(with_[stage])} with it and {in_bytes(without[stage])} without"
+        f"{in_bytes(with_)} with it and {in_bytes(without)} without"
     )
     where = "layout.recompute"
     yield error(where, layout.recompute, message, "none", "recompute-frees-nothing")
 
 
-def _most(job: Job) -> list[int]:
-    """For each stage the most that it holds beside parameters, gradients, optimizer states."""
-    most = [0] * job.layout.pp
-    for row in memory(job):
-        if row.moment != "optimizer":
-            passing = row.total - row.parameters - row.gradients - row.optimizer
-            most[row.stage] = max(most[row.stage], passing)
-    return most
+def _most(rows: Sequence[StageMemory]) -> int:
+    """The most that a stage holds beside parameters, gradients, optimizer states."""
+    return max(
+        row.total - row.parameters - row.gradients - row.optimizer
+        for row in rows
+        if row.moment != "optimizer"
+    )
 
 
 #: What takes a ledger to say, and is asked of jobs that are legal otherwise.

@@ -12,10 +12,13 @@ A receive stands in front of what its rank is busy with when the message is made
 that does not wait (a runtime posts it and goes on) is posted in time, and never long before.
 """
 
+from functools import lru_cache
+
 from plait.schedules.simulate import Times, simulate
 from plait.schedules.table import Action, Table
 
 
+@lru_cache(maxsize=4)
 def with_transfers(table: Table) -> tuple[tuple[Action, ...], ...]:
     """The actions of each rank with SEND_F, RECV_F, SEND_B and RECV_B put in.
 
