@@ -118,27 +118,23 @@ class Axis:
 
     def send(self, x: Tensor, to: int, what: str = "message") -> Handle:
         """Starts to send x to the rank at position `to`; x may be let go after `wait`."""
-        return self._message(dist.isend, x, to, what)
+        return self._message(dist.isend, x, what, to, group_dst=to)
 
     def receive(self, out: Tensor, source: int, what: str = "message") -> Handle:
         """Starts to fill `out` with what the rank at position `source` sends.
 
         Messages between two ranks arrive in the order in which they were sent.
         """
-        return self._message(dist.irecv, out, source, what)
+        return self._message(dist.irecv, out, what, source, group_src=source)
 
-    def _message(self, start: Callable, x: Tensor, peer: int, what: str) -> Handle:
+    def _message(self, start: Callable, x: Tensor, what: str, peer: int, **position: int) -> Handle:
         assert x.is_contiguous(), (x.shape, x.stride())
         assert peer != self.rank, peer
         if self.scope.check is not None:
             self.scope.check(self, what, x, sorted((self.rank, peer)))
         self.scope.axis = self
         try:
-            return (
-                start(x, group=self.group, group_dst=peer)
-                if start is dist.isend
-                else start(x, group=self.group, group_src=peer)
-            )
+            return start(x, group=self.group, **position)
         finally:
             self.scope.axis = None
 

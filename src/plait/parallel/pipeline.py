@@ -5,7 +5,7 @@ model; the others move the residual stream [rows, hidden] or its gradient from c
 while computing goes on. What is held follows from the list:
 
     receive buffer   from RECV_F to the end of the chunk's backward (it is the chunk's input),
-                     from RECV_B to the end of the backward that it feeds
+                     from RECV_B to the end of the backward that it feeds (or W, if that needs it)
     sent message     until the next one to the same rank in the same direction, at most
     activations      from F to B or I, as autograd saves them
     for W            from I to W, input and output gradient of each linear map (`deferred.py`)
@@ -126,11 +126,13 @@ class _Run:
             "RECV_F": self.receive,
             "RECV_B": self.receive,
         }
+        self.scope.in_head = False  # as a run that broke off may have left it
         for i, action in enumerate(self.actions):
             self.scope.note(f"in {action}")
             handlers[action.kind](action, self.ends.get(action.chunk) == i)
         for kind, peer in list(self.sent):
             self._let_go(kind, peer)
+        self.scope.note("past its last action")
         left = (self.coming, self.inputs, self.outputs, self.roots, self.gradients, self.queues)
         assert not any(left), left
         return self.loss
@@ -152,7 +154,6 @@ class _Run:
                 # Divided once, by the valid tokens of the whole global batch: so each micro batch
                 # and rank adds its share, whatever the layout.
                 out = out / self.valid
-            if head:
                 self.loss += out.detach()
             else:
                 self.outputs[key] = out.detach()

@@ -24,7 +24,8 @@ def auto(
     cap: float | None = None,
     effort: int = EFFORT,
 ) -> Table:
-    """A table that is never slower than any named schedule which keeps the cap, and often faster.
+    """A table that is never slower than any named schedule with as many chunks a rank which keeps
+    the cap, and often faster.
 
     Tried are all named schedules as they are; all of them (also those over the cap) with their
     weight gradients put where these times and this cap want them; the greedy ones; periodic ones.
