@@ -32,7 +32,7 @@ class Layout:
         pp: pipeline ranks; `vpp` chunks of layers on each.
         schedule: a name of `spec.schedule.SCHEDULES`, "interleaved-1f1b:GROUP" with the micro
             batches that a chunk does before the next chunk, or a table in a file ("my.csv").
-        stages: layers of each chunk in model order (None: balanced, see `spec.stages`).
+        stages: layers of each chunk in model order (None: balanced, see `spec.chunks`).
         ep: expert parallel degree; `etp`: tensor parallel degree inside experts.
         dp_replicate: copies of the sharded model states (HSDP's outer axis).
         dp_shard: data-parallel ranks over which model states are sharded.
