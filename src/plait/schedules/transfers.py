@@ -17,6 +17,10 @@ from functools import lru_cache
 from plait.schedules.simulate import Times, simulate
 from plait.schedules.table import Action, Table
 
+#: Messages from one rank to another, in one direction, that may be under way before the sender
+#: waits. With one, a rank that is late for a moment holds up those before it; each costs a buffer.
+UNDER_WAY = 2
+
 
 @lru_cache(maxsize=4)
 def with_transfers(table: Table) -> tuple[tuple[Action, ...], ...]:
