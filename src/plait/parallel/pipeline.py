@@ -130,12 +130,13 @@ class _Run:
         }
         self.scope.in_head = False  # as a run that broke off may have left it
         for i, action in enumerate(self.actions):
-            self.scope.note(f"in {action}")
+            self.at = f"in {action}"
+            self.scope.note(self.at)
             handlers[action.kind](action, self.ends.get(action.chunk) == i)
         for messages in self.sent.values():
             while messages:
                 self._let_go(messages)
-        self.scope.note("past its last action")
+        self.scope.note("past its last action of the pipeline")
         left = (self.coming, self.inputs, self.outputs, self.roots, self.gradients, self.queues)
         assert not any(left), left
         return self.loss
@@ -203,6 +204,7 @@ class _Run:
             return local.pop(key)
         handle, x, action = self.coming.pop((kind, chunk, micro))
         self._moving(action, handle.wait)
+        self.scope.note(self.at)
         return x
 
     def receive(self, action: Action, _: bool) -> None:

@@ -36,9 +36,11 @@ def chunks_have_layers(job: Job) -> Iterator[Finding]:
         yield error("layout.vpp", layout.vpp, message, fewer, "chunks")
         return
     vpp = low if name else layout.vpp
+    also = {} if vpp == layout.vpp else {"layout.vpp": vpp}
     # Of the degrees that suit the ranks.
     fits = [p for p in divisors(layout.pp * layout.dp) if p * vpp <= most]
-    yield _with_batch(job, "chunks", "layout.pp", layout.pp, message, max(fits, default=1))
+    found = _with_batch(job, "chunks", "layout.pp", layout.pp, message, max(fits, default=1))
+    yield replace(found, suggest=found.suggest | also)
 
 
 def stages_partition(job: Job) -> Iterator[Finding]:
@@ -118,9 +120,11 @@ def table_in_file(job: Job) -> Iterator[Finding]:
     try:
         table = table_of(job)
     except UserError as problem:
-        yield from (replace(f, rule="schedule", where=where) for f in problem.findings)
+        for f in problem.findings:
+            yield error(where, layout.schedule, f"{f.where}: {f.message}", rule="unreadable")
         return
-    ranks, vpp = len(table.ranks), max(table.chunks // len(table.ranks), 1)
+    ranks = len(table.ranks)
+    vpp = None if table.chunks % ranks else table.chunks // ranks
     if ranks != layout.pp:
         message = f"{layout.schedule} is a table of {ranks} ranks, not of pp {layout.pp}"
         yield error("layout.pp", layout.pp, message, ranks, "schedule")
@@ -135,7 +139,8 @@ def table_in_file(job: Job) -> Iterator[Finding]:
         yield _micro_batches(job, error("", m, message, table.micro_batches))
     else:
         for f in check(table, micro_batches=m, chunks=table.chunks):
-            yield replace(f, rule="schedule", where=where, value=layout.schedule, suggest={})
+            said = f"{layout.schedule}, {f.where}: {f.message}"
+            yield error(where, layout.schedule, said, rule="schedule")
 
 
 def _name(job: Job) -> str | None:
@@ -282,6 +287,8 @@ def two_copies(job: Job) -> Iterator[Finding]:
         f"rank instead of {in_bytes(weights)}, gradients and optimizer alike; dualpipev holds one"
     )
     suggest = {"layout.schedule": "dualpipev", "layout.vpp": 2}
+    if not legal(replace(job, layout=replace(layout, schedule="dualpipev", vpp=2))):
+        suggest = {}
     yield Finding("warning", "two-copies", message, "layout.schedule", "dualpipe", suggest)
 
 
