@@ -100,8 +100,7 @@ def test_a_great_many_wrong_things_are_few_lines_at_once(broken):
         "numbers": [[Action("F", 0, 2 * i), Action("B", 0, 2 * i)] for i in range(n)],
         # Micro batch i has chunk 0 on rank i and chunk 1, which comes first there, on the next.
         "circle": [
-            [Action("F", 1, i - 1 if i else n - 1), Action("F", 0, i)]
-            + [Action("B", 1, i - 1 if i else n - 1), Action("B", 0, i)]
+            [Action(kind, chunk, (i - chunk) % n) for kind in "FB" for chunk in (1, 0)]
             for i in range(n)
         ],
         "again": [[Action("F", 0, 0)] for _ in range(n)],
