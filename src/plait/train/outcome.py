@@ -114,7 +114,7 @@ def verdict(
     failed = [o for o in said if o.kind == "failed"]
     if failed:
         return RunFailed(min(failed, key=lambda o: o.rank).message)
-    if rank not in {o.rank for o in said}:
+    if rank not in {o.rank for o in said} and not _stopped(folder):
         why = f"rank {rank} died {when(steps[rank])}: {_exit_reason(exitcode)}"
         return RunFailed(why + _positions(doing))
     first = min(said, key=lambda o: (o.kind == "lost", o.seconds))
