@@ -16,6 +16,7 @@ from plait.models.transformer import Transformer
 from plait.parallel.mesh import make_mesh
 from plait.schedules.build import build
 from plait.schedules.csvfile import write_table
+from plait.schedules.job import table_of
 from plait.schedules.table import Action, Table
 from plait.spec import saved
 from plait.spec.job import Job
@@ -271,3 +272,30 @@ def test_other_precisions_are_as_good_as_they_can_be(schedule, dtype, scale, los
     for losses, norms in run_ranks(4, norms_of_three, job, scale):
         assert losses == pytest.approx(expected.losses, rel=loss_far)
         assert norms == pytest.approx(expected.norms, rel=norm_far)
+
+
+# ------------------------------------------------------------------------------------------
+# What a rank says it is at
+
+
+def at_work(rank: int, job: Job) -> list[str]:
+    """What was last noted whenever a chunk of this rank began its forward."""
+    mesh = make_mesh(job.layout, job.model, rank)
+    program = Program(job, mesh)
+    program.initialize()
+    notes, seen = [""], []
+    mesh.scope.note = notes.append
+    for module in program.modules.values():
+        module.register_forward_pre_hook(lambda *_: seen.append(notes[-1]))
+    program.step(micro_batches(job, mesh, 0), 0)
+    return [*seen, notes[-1]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_rank_that_computes_does_not_say_that_it_waits(schedule):
+    model = replace(cases.MODELS["llama"], layers=4)
+    job = Case(model, Layout.fill(2, pp=2, schedule=schedule), 4).job
+    forwards = [[a for a in actions if a.kind == "F"] for actions in table_of(job).ranks]
+    for said, actions in zip(run_ranks(2, at_work, job), forwards, strict=True):
+        assert said[:-1] == [f"in {action}" for action in actions]
+        assert "optimizer" in said[-1]
