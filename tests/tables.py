@@ -1,4 +1,4 @@
-"""Tables for tests: any order that makes sense, drawn at random."""
+"""Tables for tests that no builder makes; any order that makes sense, drawn at random."""
 
 from hypothesis import strategies as st
 
@@ -42,3 +42,18 @@ def times_of(draw, chunks, least=0):
         return tuple(q / 4 for q in draw(quarters))
 
     return Times(some(), some(), some(), draw(st.integers(0, 4)) / 4)
+
+
+def everywhere(pp: int, micro: int) -> Table:
+    """Each rank does the whole model, for its own micro batches: pp copies of everything."""
+    chunks = range(2 * pp)
+    ranks = [
+        [
+            Action(kind, c, i)
+            for i in range(rank, micro, pp)
+            for kind, order in (("F", chunks), ("B", chunks[::-1]))
+            for c in order
+        ]
+        for rank in range(pp)
+    ]
+    return Table("everywhere", tuple(map(tuple, ranks)))

@@ -289,6 +289,36 @@ def test_world_size_under_torchrun(plait, library, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("argv", "wheres"),
+    [
+        (("--pp", "2", "--schedule", "zbx"), {"layout.schedule"}),
+        (("--pp", "2", "--schedule", "zbx", "--tp", "3", "--eval", "3", "--stages", "x"),
+         {"layout.schedule", "layout.tp", "--eval", "layout.stages"}),
+        (("--pp", "4", "--vpp", "4", "--schedule", "zbx"), {"layout.schedule"}),
+        (("--pp", "2", "--schedule", "interleaved-1f1b:x"), {"layout.schedule"}),
+        (("--pp", "2", "--schedule", "interleaved-1f1b:" + "9" * 5000), {"layout.schedule"}),
+        (("--pp", "2", "--stages", "4,4,4"), {"layout.stages"}),
+        (("--pp", "4", "--stages", "1,1"), {"layout.stages"}),
+        (("--pp", "2", "--stages", "2,,2"), {"layout.stages"}),
+        (("--pp", "2", "--vpp", "2", "--stages", "2,2"), {"layout.stages"}),
+        (("--pp", "2", "--schedule", "zbv", "--vpp", "1"), {"layout.vpp"}),
+        (("--pp", "2", "--schedule", "zbv", "--stages", "2,2"), {"layout.stages"}),
+        (("--pp", "2", "--schedule", "nowhere.csv"), {"layout.schedule"}),
+        (("--pp", "99999999999"), {"layout.pp"}),
+        (("--json=1",), {"--json"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["train", "explain"])
+def test_what_is_wrong_with_a_pipeline_is_said_and_nothing_else(plait, command, argv, wheres):
+    if command == "explain":
+        argv = ("tiny", *argv)
+    code, out, _ = plait(command, "--ranks", "4", *argv, "--json")
+    assert code == 2
+    found = {problem["where"] for problem in json.loads(out)["errors"]}
+    assert found == wheres
+
+
 # explain and dryrun
 
 

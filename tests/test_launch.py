@@ -182,6 +182,31 @@ def test_a_stopped_run_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.glob("plait-*")) == []
 
 
+@pytest.mark.parametrize("seconds", [0.6, 1.5, 3.0])
+@pytest.mark.parametrize("stop", ["Ctrl-C", "terminated"])
+def test_a_run_that_is_stopped_while_it_starts_leaves_nothing_behind(tmp_path, stop, seconds):
+    """What exists of a run by then: its lock, a shared folder, the server that ranks come from."""
+    command = [sys.executable, "-m", "plait.cli", "train", "--ranks", "2", "--steps", "9999"]
+    launcher = subprocess.Popen(
+        [*command, "--checkpoint.folder", "kept"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        start_new_session=True,
+        text=True,
+    )
+    time.sleep(seconds)
+    send, what, code = STOPS[stop]
+    send(launcher.pid, what)
+    _, err = launcher.communicate(timeout=60)
+    if launcher.returncode != -what:  # Python itself was not yet up
+        assert launcher.returncode == code, err
+        assert "Traceback" not in err
+    assert not list(tmp_path.glob("kept/.lock"))
+    assert list(tmp_path.glob("plait-*")) == []
+
+
 # ------------------------------------------------------------------------------------------
 # Ranks that others started
 

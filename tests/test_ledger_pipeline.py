@@ -9,12 +9,14 @@ from plait.cost.ledger import MEMORY_CLASSES, differences
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.rules import check
+from plait.schedules.csvfile import write_table
 from plait.schedules.job import table_of
 from plait.spec.job import Job, Train
 from plait.spec.layout import Layout, divisors
 from plait.spec.model import Model
 from plait.spec.schedule import SCHEDULES
 from plait.trace.dryrun import dryrun, measure
+from tables import everywhere
 
 LLAMA = Model.of("llama", layers=4, hidden=128, heads=8, kv_heads=4, ffn=320, vocab=512)
 GPT = replace(
@@ -229,6 +231,12 @@ def test_every_schedule(schedule):
     agree(legal_job(0, schedule))
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_head_alone_on_its_stage(zero):
+    """One layer over two stages; the gradient of what was received comes first there."""
+    agree(make_job(MODELS["gpt"].with_layers(1), 2, "bfloat16", 0.1, pp=2, world=4, zero=zero))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(1, 31))
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -237,8 +245,6 @@ def test_many_random_pipelines(schedule, seed):
 
 
 def test_a_table_in_a_file(tmp_path):
-    from plait.schedules.csvfile import write_table
-
     job = make_job(LLAMA, 4, pp=2, schedule="zb-h1")
     path = tmp_path / "mine.csv"
     write_table(table_of(job), path)
@@ -254,3 +260,16 @@ def test_a_dry_run_compares_every_stage():
     stages = [(row["stage"], row["moment"]) for row in answer["measured"]["memory"]]
     moments = ("forward", "loss", "backward", "optimizer")
     assert stages == [(stage, moment) for stage in (0, 1) for moment in moments]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_copies_on_every_stage(zero, tmp_path):
+    """Three stages, each with the whole model: each sends its part of all gradients to two."""
+    write_table(everywhere(3, 4), tmp_path / "mine.csv")
+    layout = {"pp": 3, "vpp": 2, "world": 6, "zero": zero, "schedule": str(tmp_path / "mine.csv")}
+    job = make_job(LLAMA.with_layers(6), 4, **layout)
+    # As above; two ranks share the gradients of a stage.
+    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 320 * 128 + 2 * 128
+    own = 4 * (6 * layer + 2 * 512 * 128 + 128) // 2
+    assert [s["backward"][1] for s in sends(job)] == [2 * own] * 3
+    agree(job)

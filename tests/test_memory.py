@@ -172,6 +172,7 @@ CASES = {
     "norm-mlp": (LLAMA, dict(world=1, recompute="selective")),
     "attention": (LLAMA, dict(world=2, tp=2, recompute="selective:attention")),
     "gpt": (GPT, dict(world=2, tp=2)),
+    "gpt-zero-3": (replace(GPT, tied=False), dict(world=2, zero=3, seq=128)),
     "gpt-dropout": (replace(GPT, dropout=0.1), dict(world=1, dtype="float32")),
     "gpt-dropout-tp": (replace(GPT, dropout=0.1), dict(world=2, tp=2)),
     "qwen3": (replace(LLAMA, qk_norm="head"), dict(world=2, tp=2)),

@@ -75,11 +75,12 @@ def test_every_layout_equals_one_process(point):
     check(point)
 
 
+_WIDE = cases.PIPELINES | {"tp": (1, 2, 4)}
 _TURNING = ("model", "bucket_mib", "kv_heads", "tied", "recompute", "check", "stages")
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("point", list(cases.all_points(cases.PIPELINES, _TURNING)), ids=cases.name)
+@pytest.mark.parametrize("point", list(cases.all_points(_WIDE, _TURNING)), ids=cases.name)
 def test_every_pipeline_equals_one_process(point):
     check(point)
 

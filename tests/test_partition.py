@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from plait.cost.flops import Flops, chunk_flops, chunk_times, layer_flops
+from plait.cost.flops import Flops, chunk_flops, layer_flops
 from plait.planner.partition import by_cost, placement
+from plait.schedules.job import chunk_times
 from plait.spec import presets
 from plait.spec.findings import UserError
 from plait.spec.jobfile import read_job

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,15 @@ def makespan(table: Table, times: Times) -> float:
 
 
 def named(pp, m, vpp):
-    """Every named table with so many chunks; for None all with the default number."""
-    for name, schedule in SCHEDULES.items():
+    """Every named table with so many chunks; for None with one to four."""
+    for (name, schedule), v in product(SCHEDULES.items(), (1, 2, 3, 4) if vpp is None else (vpp,)):
         least, most = schedule.vpp
-        if name in ("auto", "zb-auto") or (vpp is not None and not least <= vpp <= most):
+        if name in ("auto", "zb-auto") or not least <= v <= most:
             continue
         if schedule.placement == "both" and vpp is not None:
             continue
         try:
-            yield build(name, pp, m, vpp)
+            yield build(name, pp, m, v)
         except UserError:
             continue
 
@@ -187,7 +188,7 @@ def test_auto_is_never_worse_than_a_named_one(data):
         uneven = data.draw(times_of(pp * vpp))
         times = {pp * vpp: uneven}
     else:
-        times = {pp * v: data.draw(times_of(pp * v)) for v in (1, 2)}
+        times = {pp * v: data.draw(times_of(pp * v)) for v in (1, 2, 3, 4)}
     cap = data.draw(st.sampled_from([None, 1, 1.5, 2, pp]))
     given_ = times.__getitem__ if vpp is None else uneven
     t = auto(pp, m, vpp, given_, cap, effort=LITTLE)
@@ -198,6 +199,19 @@ def test_auto_is_never_worse_than_a_named_one(data):
     for other in named(pp, m, vpp):
         if cap is None or max(peak_activations(other)) <= cap:
             assert mine <= makespan(other, times[other.chunks]) + 1e-9
+
+
+@pytest.mark.parametrize(("cap", "w", "comm"), [(8, 1, 0), (None, 0.5, 0), (10, 1, 0.02)])
+def test_more_chunks_a_rank_are_tried_where_their_number_is_open(cap, w, comm):
+    """Without messages a named schedule is shorter with four chunks than with two."""
+
+    def of(chunks):
+        return Times.even((chunks, 8), 1, 1, w, comm)
+
+    mine = auto(8, 32, times=of, cap=cap, effort=LITTLE)
+    for other in named(8, 32, None):
+        if cap is None or max(peak_activations(other)) <= cap:
+            assert makespan(mine, of(mine.chunks)) <= makespan(other, of(other.chunks)) + 1e-9
 
 
 @pytest.mark.parametrize(

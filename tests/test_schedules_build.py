@@ -237,5 +237,5 @@ def test_what_cannot_be_built(asked, where, nearest):
 
 def test_all_that_is_wrong_at_once():
     found = problems("zbv", 0, 0, 3, 2)
-    assert [f.where for f in found] == ["pp", "microbatches", "vpp", "group"]
+    assert [f.where for f in found] == ["pp", "vpp", "group", "microbatches"]
     assert [f.where for f in problems("dualpipe", 3, 5)] == ["pp", "microbatches"]

@@ -1,5 +1,7 @@
 """The checker names what is wrong, and only that."""
 
+from time import process_time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,6 +88,29 @@ def test_counts_that_are_given():
 def test_everything_at_once():
     found = check(table("0F0 0F0 0B0 0F2 0B2", "1F0 1B0 1F1 1B1 1F2"))
     assert len(found) == 4  # twice; 0F1, its backward, that of 1F2
+
+
+@pytest.mark.parametrize("broken", ["diagonal", "numbers", "circle", "again", "apart"])
+def test_a_great_many_wrong_things_are_few_lines_at_once(broken):
+    """No list, no search and no product grows with how wrong a table is."""
+    n = 20_000
+    ranks = {
+        # Chunk i does micro batch i and nothing else: n^2 things are missing.
+        "diagonal": [[Action("F", i, i)] for i in range(n)],
+        "numbers": [[Action("F", 0, 2 * i), Action("B", 0, 2 * i)] for i in range(n)],
+        # Micro batch i has chunk 0 on rank i and chunk 1, which comes first there, on the next.
+        "circle": [
+            [Action(kind, chunk, (i - chunk) % n) for kind in "FB" for chunk in (1, 0)]
+            for i in range(n)
+        ],
+        "again": [[Action("F", 0, 0)] for _ in range(n)],
+        "apart": [[Action(kind, i, 0) for i in range(n)] for kind in "FB"],
+    }[broken]
+    start = process_time()
+    found = check(Table("wrong", tuple(map(tuple, ranks))))
+    assert process_time() - start < 5
+    assert 0 < len(found) <= 1001
+    assert all(len(f.line()) < 1000 for f in found)
 
 
 @given(st.data())

@@ -1,6 +1,8 @@
 """Tables in files: ours, and torch's."""
 
 import csv
+import os
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -106,3 +108,35 @@ def test_files_that_are_no_tables(tmp_path, monkeypatch):
         read_table(tmp_path / "none.csv")
     with pytest.raises(UserError, match="cannot be written"):
         write_table(build("1f1b", 2, 2), tmp_path / "none" / "t.csv")
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path):
+    """A pipe or a device may never begin, or never end."""
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "loop.csv").symlink_to("loop.csv")
+    for name, what in {
+        "pipe.csv": "no regular file",
+        "zero.csv": "no regular file",
+        "folder.csv": "no regular file",
+        "loop.csv": "symbolic links",
+        "n" * 300 + ".csv": "name too long",
+        "null\0.csv": "null",
+    }.items():
+        with pytest.raises(UserError, match=what) as raised:
+            read_table(tmp_path / name)
+        assert len(raised.value.findings) == 1
+
+
+def test_large_files(tmp_path, monkeypatch):
+    """What is wrong is counted, of which the first is kept; a table has so many forwards."""
+    monkeypatch.setattr(csvfile, "_MOST_BYTES", 2**20)
+    tracemalloc.start()
+    many = refused("x," * 200_000 + "x", tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(many), many[-1]) == (21, "and 199981 more such cells")
+    assert peak < 20e6  # findings of all of them would be a hundred
+    monkeypatch.setattr(csvfile, "MOST_FORWARDS", 3)
+    assert "3 forwards, and this one has 4" in refused("0F0,0F1,0F2,0F3", tmp_path)[0]

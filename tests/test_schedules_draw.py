@@ -4,6 +4,7 @@ against the table and its times."""
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from io import StringIO
 from xml.etree import ElementTree
 
@@ -120,6 +121,9 @@ def test_it_fits_the_terminal(timeline, width):
     made = [line for line, _ in lines if line.startswith("  rank ")]
     assert len({len(line) for line in made}) == 1
     assert max(map(len, made)) <= width
+    # The legend too, but for single entries that are longer.
+    longest = len("  lower case: the second copy of the model")
+    assert max(len(line) for line, _ in lines) <= max(width, longest)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "v-min", "dualpipe"])
@@ -195,6 +199,32 @@ def test_svg_has_every_action_at_its_time(table, timeline):
         by_rank[rank].add(y)
     assert [len(ys) for ys in by_rank.values()] == [1] * len(table.ranks)
     assert len({y for ys in by_rank.values() for y in ys}) == len(table.ranks)
+
+
+#: Times that have little to do with each other: of F, of I, of W, of a message.
+UNEQUAL = [
+    (1e6, 1, 1, 0),
+    (1, 1e9, 1, 0),
+    (1e12, 1e-12, 1e-12, 0),
+    (1e-12, 1, 1e12, 1e12),
+    (1, 1, 1, 1000),
+    (1e-12, 0, 0, 1e12),
+    (0, 0, 1e-12, 0),
+]
+
+
+@pytest.mark.parametrize("times", UNEQUAL)
+def test_a_drawing_has_a_size_whatever_the_times(table, times):
+    even = Times.even(table, *times)
+    uneven = replace(even, forward=(*even.forward[:-1], max(times)))
+    for timeline in (simulate(table, even), simulate(table, uneven)):
+        text = svg(table, timeline)
+        root = ElementTree.fromstring(text)
+        assert float(root.get("width")) < 20_500
+        assert text.count('class="axis"') <= 201
+        assert len(text) < 300 * sum(map(len, table.ranks)) + 100_000
+        made = [shown for shown, _ in drawn(timeline, 80) if shown.startswith("  rank ")]
+        assert max(map(len, made)) <= 80
 
 
 def test_svg_says_what_is_idle_and_held(timeline):

@@ -144,6 +144,8 @@ def _pair(
             words.append(token)
         elif token in switches:
             tidy.append(token)
+        elif flag in switches:
+            findings.append(error(flag, text, f"{flag} takes no value", rule="arguments"))
         elif flag not in flags:
             match = closest(flag, (*flags, *switches[:2]))
             text = text if equals else _text(rest)
@@ -196,7 +198,8 @@ def load_job(
     found = check(job, purpose) if job is not None else []
     if job is not None and further is not None:
         found += further(job)
-    problems = [*findings, *problems]
+    # A file that cannot be read is a wrong question, not a layout that is illegal.
+    problems = [*findings, *problems, *(f for f in found if f.rule == "unreadable")]
     if problems:
         # The draft is good for finding what else is illegal, and for nothing more.
         said = {(f.where, f.message) for f in problems}

@@ -151,8 +151,11 @@ class Chunk(Maps):
             tape.spike(keeps + s.c * n + (1 if sharded else 2) * s.a * n)
         tape.take(s.c * n + (keeps if keep else 0))
 
-    def norm_backward(self, name: str, rows: int, width: int, sharded: bool = False) -> None:
-        """Turns the output's gradient into the input's; drops what the norm kept."""
+    def norm_backward(
+        self, name: str, rows: int, width: int, sharded: bool = False, moment: str = ""
+    ) -> None:
+        """Turns the output's gradient into the input's; drops what the norm kept. A moment that
+        begins when the input's gradient is there begins before the parameters' arrive."""
         s, tape, n = self.s, self.tape, rows * width
         if self.model.norm == "rms" or sharded:
             # Coarse: accurate copies of input and gradient, their product, the result.
@@ -160,6 +163,8 @@ class Chunk(Maps):
         else:
             tape.spike(s.c * n)
         tape.drop(self.norm_keeps(rows, width, sharded))
+        if moment:
+            tape.enter(moment, tape.kind)
         self.arrive(f"{name}.weight")
         if self.model.norm == "layer":
             self.arrive(f"{name}.bias")
@@ -451,11 +456,11 @@ class Chunk(Maps):
             tape.spike(s.c * n)
             tape.drop(s.c * n)
         self.fan_out_backward({"head.output": s.vocab}, self.stream, input="logits")
-        self.norm_backward("head.norm", s.rows, s.hidden)
+        alone = self.units == ("head",)
+        self.norm_backward("head.norm", s.rows, s.hidden, moment="backward" if alone else "")
         # From here on it is a layer's affair, and the head's input has been used.
         tape.drop(self.stream, "logits")
         tape.take(self.stream, "activations")
-        alone = not self.part.embed and not self.part.layers
         tape.drop(0 if alone else self.stream, "activations")
 
 

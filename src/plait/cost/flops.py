@@ -13,7 +13,6 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from plait.schedules.simulate import Times
 from plait.spec.chunks import chunk_layers
 from plait.spec.layout import Layout
 from plait.spec.model import Model
@@ -58,11 +57,6 @@ def chunk_flops(model: Model, layout: Layout, seq_len: int) -> tuple[Flops, ...]
     chunks = [sum((layers[i] for i in own), NONE) for own in chunk_layers(model, layout)]
     chunks[-1] += head
     return tuple(chunks)
-
-
-def chunk_times(model: Model, layout: Layout, seq_len: int) -> Times:
-    """The operations of chunks as times of a schedule's actions; messages take none."""
-    return Times(*zip(*chunk_flops(model, layout, seq_len), strict=True), transfer=0.0)
 
 
 def _linear(products: int) -> Flops:

@@ -164,7 +164,8 @@ class Maps:
         needs no more, it drops `kept` bytes. The output's gradient is dropped too, unless it is
         the stream's and goes on past the branch."""
         s, tape, weight = self.s, self.tape, f"{name}.weight"
-        self.arrive(f"{name}.bias")
+        if self.columns:  # the bias is added for itself; otherwise it is the map's
+            self.arrive(f"{name}.bias")
         own = self.stream if self.after or self.model.dropout else 0
         input = s.c * s.tokens * width
         gathered = self.whole if self.rows else 0
@@ -180,4 +181,6 @@ class Maps:
             tape.drop(own if self.rows else 0)
             tape.take(input + self.weight(weight))
             tape.drop(kept + (0 if self.rows else own))
+        if not self.columns:
+            self.arrive(f"{name}.bias")
         self.arrive(weight, weights=True)

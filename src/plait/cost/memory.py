@@ -21,7 +21,7 @@ stream alone; selective recompute keeps a module's input. Not counted: what kern
 and tensors of a few numbers a token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from plait.cost.data import buckets_of
 from plait.cost.dtypes import dtypes_of
@@ -41,22 +41,25 @@ def memory(job: Job) -> list[StageMemory]:
 
     A step in the steady state; all ranks of a stage hold the same. `train.dtype` must be resolved.
     """
+    return [row for rows in memory_by_stage(job) for row in rows]
+
+
+def memory_by_stage(job: Job) -> Iterator[list[StageMemory]]:
+    """`memory` stage by stage, for whoever may know enough after the first."""
     if job.layout.pp == 1:
         programs, place, split = [plain(job.train.accumulation)], {}, False
     else:
         table = table_of(job)
         programs, place, split = with_transfers(table), table.place, table.split
-    rows = []
     for stage, (parts, actions) in enumerate(zip(parts_of(job), programs, strict=True)):
         buckets = [b for part in parts for b in buckets_of(job, part.chunk)]
         tape = Tape(states(job, buckets))
         step = Step(job, parts, split, tape)
         step.run(actions, place, _exchanged(job, stage), _cast(job, buckets))
-        rows += [
+        yield [
             StageMemory(stage, moment, **tape.peaks[moment], total=tape.most[moment])
             for moment in MOMENTS
         ]
-    return rows
 
 
 # ------------------------------------------------------------------------------------------
@@ -102,11 +105,11 @@ def _cast(job: Job, buckets: Iterable[Bucket]) -> int:
 
 
 def _exchanged(job: Job, stage: int) -> int:
-    """Bytes of the largest piece of gradients that comes from another stage."""
+    """Bytes of what comes from other stages of one bucket's gradients, the most at a time."""
     if job.layout.pp == 1:
         return 0
     table = table_of(job)
-    copies = (b.size for b, _ in shared(job, table, stage, table.held[stage]))
+    copies = (n * b.size for b, n in shared(job, table, stage, table.held[stage]))
     return element_bytes(job)[2] * max(copies, default=0) // _shards(job)
 
 

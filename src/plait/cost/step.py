@@ -4,13 +4,14 @@ It mirrors `parallel/pipeline.py`. Beside what the chunks hold (`cost/activation
 
     a received input       from RECV_F to the end of the chunk's backward
     a received gradient    from RECV_B to the end of the backward that it is for
-    what was made          until it has been used on this rank, or sent: then until the next message
-                           the same way to the same rank, or the end of the pipeline's part
+    what was made          until it has been used on this rank, or sent: then until UNDER_WAY more
+                           went the same way to the same rank, or the end of the pipeline's part
 
 An action of a chunk does the same whenever it comes, but for the first micro batch whose gradients
 are reduced; so it is gone through once and then played back.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
@@ -18,6 +19,7 @@ from plait.cost.activations import Chunk
 from plait.cost.parts import Part
 from plait.cost.tape import Tape
 from plait.schedules.table import Action
+from plait.schedules.transfers import UNDER_WAY
 from plait.spec.job import Job
 
 
@@ -47,10 +49,10 @@ class Step:
 
         Args:
             actions: with transfers. place: (chunk, micro batch) -> stage.
-            exchanged: bytes of the largest gradient that other stages have a part of.
+            exchanged: bytes of the largest gradient that comes from other stages, of all of them.
             cast: bytes of gradients in another dtype that the optimizer is given.
         """
-        tape, sent = self.tape, set()
+        tape, sent = self.tape, Counter()
         tape.enter("forward", "activations")
         tape.enter("loss", "logits")  # valid tokens are counted
         accumulated = dict.fromkeys(self.chunks, False)
@@ -60,12 +62,13 @@ class Step:
                 tape.take(self.stream)
             elif kind.startswith("SEND"):
                 way = kind, place[chunk + (1 if kind == "SEND_F" else -1), micro]
-                tape.drop(self.stream if way in sent else 0, "activations")
-                sent.add(way)
+                full = sent[way] == UNDER_WAY
+                tape.drop(self.stream if full else 0, "activations")
+                sent[way] += not full
             else:
                 tape.replay(self.action(kind, chunk, kind in "BW" and accumulated[chunk]))
                 accumulated[chunk] |= kind in "BW"
-        tape.drop(self.stream * len(sent), "activations")
+        tape.drop(self.stream * sent.total(), "activations")
         tape.enter("backward", "activations")
         tape.spike(exchanged)
         tape.enter("optimizer", "optimizer")

@@ -6,7 +6,7 @@ dense tensors of checked sizes, because gloo reduces the wrong memory of a view 
 without an error, and aborts the process when sizes differ between ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -155,27 +155,23 @@ class Axis:
 
     def send(self, x: Tensor, to: int, what: str = "message") -> Handle:
         """Starts to send x to the rank at position `to`; x may be let go after `wait`."""
-        return self._message(dist.isend, x, to, what)
+        return self._message(dist.isend, x, what, to, group_dst=to)
 
     def receive(self, out: Tensor, source: int, what: str = "message") -> Handle:
         """Starts to fill `out` with what the rank at position `source` sends.
 
         Messages between two ranks arrive in the order in which they were sent.
         """
-        return self._message(dist.irecv, out, source, what)
+        return self._message(dist.irecv, out, what, source, group_src=source)
 
-    def _message(self, start: Callable, x: Tensor, peer: int, what: str) -> Handle:
+    def _message(self, start: Callable, x: Tensor, what: str, peer: int, **position: int) -> Handle:
         assert x.is_contiguous(), (x.shape, x.stride())
         assert peer != self.rank, peer
         if self.scope.check is not None:
             self.scope.check(self, what, x, sorted((self.rank, peer)))
         self.scope.axis = self
         try:
-            return (
-                start(x, group=self.group, group_dst=peer)
-                if start is dist.isend
-                else start(x, group=self.group, group_src=peer)
-            )
+            return start(x, group=self.group, **position)
         finally:
             self.scope.axis = None
 
@@ -195,17 +191,24 @@ class Axis:
             first, second = self.receive(out, source, back or what), self.send(x, to, what)
         return Both(first, second)
 
-    def exchange_sum(self, x: Tensor, peer: int) -> None:
-        """Adds what `peer` has in its x, in place; the peer does the same with ours."""
-        other = torch.empty_like(x)
-        # In one order on both sides, so that it also holds where messages block.
-        if self.rank < peer:
-            out, back = self.send(x, peer), self.receive(other, peer)
-        else:
-            back, out = self.receive(other, peer), self.send(x, peer)
-        out.wait()
-        back.wait()
-        x.add_(other)
+    def exchange_sum(self, x: Tensor, peers: Iterable[int]) -> None:
+        """Sums the x of this rank and of some others, in place; they do the same, and all have the
+        same result to the bit."""
+        parts = {self.rank: x}
+        for peer in sorted(peers):
+            parts[peer] = other = torch.empty_like(x)
+            # In one order on both sides, so that it also holds where messages block.
+            if self.rank < peer:
+                out, back = self.send(x, peer), self.receive(other, peer)
+            else:
+                back, out = self.receive(other, peer), self.send(x, peer)
+            out.wait()
+            back.wait()
+        total, *rest = (parts[rank] for rank in sorted(parts))
+        for part in rest:
+            total.add_(part)
+        if total is not x:
+            x.copy_(total)
 
     def gather_rows(self, x: Tensor, wait: bool = True) -> tuple[Tensor, Handle]:
         """The ranks' x, one behind the other along dim 0; [n, ...] -> [size * n, ...]."""

@@ -43,7 +43,7 @@ class Chunk:
     ):
         self.number, self.module, self.buckets = number, module, buckets
         self.model, self.later = model, later
-        self.stage = buckets[0].stage
+        self.zero = buckets[0].zero
         self.last = True  # whether this is the step's last micro batch
         self.reducing: FlatBucket | None = None
         self.places: dict[int, tuple[FlatBucket, Entry]] = {}
@@ -106,7 +106,7 @@ class Chunk:
             mine = uses[name]
             done = [b for b in mine if final[id(b)] == name]
             unit.register_forward_pre_hook(self._opener(mine, after))
-            if self.stage == 3:
+            if self.zero == 3:
                 unit.register_forward_hook(self._closer(mine, before, done, after))
 
     def _opener(self, mine: list[FlatBucket], following: list[FlatBucket]) -> Callable:
@@ -172,9 +172,9 @@ class Chunk:
             self._reduce(flat)
 
     def _reduce(self, flat: FlatBucket) -> None:
-        if self.last or (self.stage >= 2):
+        if self.last or self.zero >= 2:
             flat.start_reduction()
-            if self.stage >= 2:
+            if self.zero >= 2:
                 # One whole buffer being filled and one being reduced, never more.
                 if self.reducing is not None:
                     self.reducing.finish_reduction()
@@ -191,7 +191,7 @@ class Chunk:
                 b.close()
                 self._reduce(b)
         for b in self.buckets:
-            if self.stage >= 2:
+            if self.zero >= 2:
                 b.finish_reduction()
             b.accumulated = True
             b.arrived.clear()
@@ -222,11 +222,11 @@ class DataParallel:
         device: str = "cpu",
     ):
         self.model, self.layout, self.mesh, self.table = model, mesh.layout, mesh, table
-        self.stage = zero_stage(mesh.layout)
+        self.zero = zero_stage(mesh.layout)
         self.chunks: dict[int, Chunk] = {}
         for c, module in modules.items():
             buckets = [
-                FlatBucket(b, mesh, self.stage, dtypes, device, len(self._copies(c, b.entries)))
+                FlatBucket(b, mesh, self.zero, dtypes, device, len(self._copies(c, b.entries)))
                 for b in make_buckets(
                     model, mesh.layout, bucket_bytes, dtypes.grad.itemsize, chunk=c
                 )
@@ -270,8 +270,7 @@ class DataParallel:
                 first.own_grads.add_(b.own_grads)
             place = next(c for c, chunk in self.chunks.items() if first in chunk.buckets)
             ranks = {r for r, _ in self._copies(place, first.bucket.entries)}
-            for mirror in ranks - {pp.rank}:
-                pp.exchange_sum(first.own_grads, mirror)
+            pp.exchange_sum(first.own_grads, ranks - {pp.rank})
             for b in others:
                 b.own_grads.copy_(first.own_grads)
 
@@ -288,7 +287,7 @@ class DataParallel:
         """After the last micro batch: gradients are summed over all ranks that share them."""
         for b in self.buckets:
             b.finish_reduction()
-        if self.stage:
+        if self.zero:
             replicas = self.mesh["dp_replicate"]
             works = [replicas.all_reduce(b.own_grads, wait=False) for b in self.buckets]
             for work in works:

@@ -7,7 +7,7 @@
     grads   gradients in their own dtype: all of them (ZeRO 0 and 1) or this rank's piece (2 and
             3; then a whole buffer lives only from the bucket's first gradient to its reduction).
 
-What a stage does is decided by two questions: are gradients scattered after each micro batch
+What ZeRO does is decided by two questions: are gradients scattered after each micro batch
 (2, 3) or once a step (0, 1), and do weights stay gathered (0 to 2) or not (3). Papers: ZeRO
 1910.02054 section 5; FSDP 2304.11277 section 3.
 """
@@ -52,6 +52,7 @@ class Segment:
 class FlatBucket:
     """A bucket's buffers on one rank.
 
+    zero: the ZeRO stage, 0 to 3.
     copies: how often the pipeline holds its contents (tied tables, DualPipe's two directions).
     """
 
@@ -59,26 +60,26 @@ class FlatBucket:
         self,
         bucket: Bucket,
         mesh: Mesh,
-        stage: int,
+        zero: int,
         dtypes: Dtypes,
         device: str,
         copies: int = 1,
     ):
-        self.bucket, self.mesh, self.stage, self.dtypes = bucket, mesh, stage, dtypes
+        self.bucket, self.mesh, self.zero, self.dtypes = bucket, mesh, zero, dtypes
         self.copies = copies
-        self.shards: Axis = mesh["fsdp"] if stage else Axis("fsdp")
+        self.shards: Axis = mesh["fsdp"] if zero else Axis("fsdp")
         n = bucket.size // self.shards.size
         self.own = slice(self.shards.rank * n, (self.shards.rank + 1) * n)
         self.full = torch.zeros(bucket.size, dtype=dtypes.compute, device=device)
-        self.aliased = stage < 3 and dtypes.compute == dtypes.master
+        self.aliased = zero < 3 and dtypes.compute == dtypes.master
         self.master = (
             self.full[self.own]
             if self.aliased
             else torch.zeros(n, dtype=dtypes.master, device=device)
         )
-        whole = bucket.size if stage < 2 else n
+        whole = bucket.size if zero < 2 else n
         self.grads = torch.zeros(whole, dtype=dtypes.grad, device=device)
-        self.whole: Tensor | None = self.grads if stage < 2 else None
+        self.whole: Tensor | None = self.grads if zero < 2 else None
         self.places: dict[int, Tensor] = {}  # by their start in `whole`
         self.weights: Handle = Done()  # the gather under way into `full`
         self.gathered = True
@@ -95,7 +96,7 @@ class FlatBucket:
             self.reduction[0].wait()
             self.reduction = None
         self.release()
-        if self.stage >= 2:
+        if self.zero >= 2:
             self.whole = None
         else:
             self._zero_gaps()
@@ -106,7 +107,7 @@ class FlatBucket:
 
     def publish(self, wait: bool) -> None:
         """Brings what the optimizer wrote into `master` to every rank's `full`."""
-        if self.stage == 3:
+        if self.zero == 3:
             self.release()
             return
         self.weights.wait()
@@ -134,7 +135,7 @@ class FlatBucket:
 
     def release(self) -> None:
         """ZeRO-3: gives back the memory of `full`."""
-        if self.stage == 3 and self.gathered:
+        if self.zero == 3 and self.gathered:
             self.ready()
             self.gathered = False
             self.full.untyped_storage().resize_(0)
@@ -149,9 +150,9 @@ class FlatBucket:
         place = self.places.get(entry.start)
         if place is None:
             place = self.whole[entry.start : entry.stop].view(entry.shape)
-            if self.stage < 2:  # where `whole` stays
+            if self.zero < 2:  # where `whole` stays
                 self.places[entry.start] = place
-        if self.accumulated and self.stage < 2:
+        if self.accumulated and self.zero < 2:
             place.add_(grad)
         else:
             place.copy_(grad)
@@ -172,7 +173,7 @@ class FlatBucket:
             return
         for entry in self.bucket.entries:
             if entry.parameter.name not in self.arrived and not (
-                self.accumulated and self.stage < 2
+                self.accumulated and self.zero < 2
             ):
                 zero = torch.zeros((), dtype=self.dtypes.grad, device=self.full.device)
                 self.accumulate(entry, zero.expand(entry.shape))
@@ -181,11 +182,11 @@ class FlatBucket:
         """Sums partial gradients over tp and starts the reduction over the data ranks."""
         for axis, start, stop in self.bucket.partial_runs():
             self.mesh[axis].all_reduce(self.whole[start:stop])
-        if self.stage == 0:
+        if self.zero == 0:
             work = self.mesh["dp_replicate"].all_reduce(self.grads, wait=False)
             self.reduction = (work, self.grads)
             return
-        out = self.grads[self.own] if self.stage < 2 else None
+        out = self.grads[self.own] if self.zero < 2 else None
         if out is None:
             out = torch.empty_like(self.grads) if self.accumulated else self.grads
         self.reduction = (self.shards.reduce_scatter(out, self.whole, wait=False), out)
@@ -197,7 +198,7 @@ class FlatBucket:
         handle, out = self.reduction
         handle.wait()
         self.reduction = None
-        if self.stage >= 2:
+        if self.zero >= 2:
             if out is not self.grads:
                 self.grads.add_(out)
             self.whole = None
@@ -206,12 +207,12 @@ class FlatBucket:
     @property
     def own_grads(self) -> Tensor:
         """This rank's piece of the gradients, [n]."""
-        return self.grads[self.own] if self.stage < 2 else self.grads
+        return self.grads[self.own] if self.zero < 2 else self.grads
 
     def segments(self) -> list[Segment]:
         """This rank's weights and gradients as flat stretches."""
         mesh, own = self.mesh, self.own
-        replicas = mesh["dp_replicate"].size * (1 if self.stage else mesh["fsdp"].size)
+        replicas = mesh["dp_replicate"].size * (1 if self.zero else mesh["fsdp"].size)
         result = []
         for run in self.bucket.runs:
             start = max(run.start, own.start) - own.start

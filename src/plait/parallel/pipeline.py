@@ -5,8 +5,8 @@ model; the others move the residual stream [rows, hidden] or its gradient from c
 while computing goes on. What is held follows from the list:
 
     receive buffer   from RECV_F to the end of the chunk's backward (it is the chunk's input),
-                     from RECV_B to the end of the backward that it feeds
-    sent message     until the next one to the same rank in the same direction, at most
+                     from RECV_B to the end of the backward that it feeds (or W, if that needs it)
+    sent message     until the second one after it to the same rank in the same direction, at most
     activations      from F to B or I, as autograd saves them
     for W            from I to W, input and output gradient of each linear map (`deferred.py`)
 
@@ -14,6 +14,7 @@ Without a pipeline the same program runs: F and B of micro batch after micro bat
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +30,7 @@ from plait.parallel.collectives import Handle
 from plait.parallel.data import Chunk
 from plait.parallel.mesh import Mesh
 from plait.schedules.table import Action
+from plait.schedules.transfers import UNDER_WAY
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class _Run:
         self.roots: dict[tuple, object] = {}  # where backward starts: a loss, or a graph's edge
         self.gradients: dict[tuple, Tensor] = {}  # of inputs, to be sent or for the chunk before
         self.queues: dict[tuple, list[Callable[[], None]]] = {}  # what I left for W
-        self.sent: dict[tuple[str, int], tuple[Handle, Tensor, Action]] = {}
+        self.sent: dict[tuple[str, int], deque[tuple[Handle, Tensor, Action]]] = {}
         self.ends = {a.chunk: i for i, a in enumerate(actions) if a.kind in "WB"}
 
     def mean_loss(self) -> Tensor:
@@ -126,11 +128,15 @@ class _Run:
             "RECV_F": self.receive,
             "RECV_B": self.receive,
         }
+        self.scope.in_head = False  # as a run that broke off may have left it
         for i, action in enumerate(self.actions):
-            self.scope.note(f"in {action}")
+            self.at = f"in {action}"
+            self.scope.note(self.at)
             handlers[action.kind](action, self.ends.get(action.chunk) == i)
-        for kind, peer in list(self.sent):
-            self._let_go(kind, peer)
+        for messages in self.sent.values():
+            while messages:
+                self._let_go(messages)
+        self.scope.note("past its last action of the pipeline")
         left = (self.coming, self.inputs, self.outputs, self.roots, self.gradients, self.queues)
         assert not any(left), left
         return self.loss
@@ -152,7 +158,6 @@ class _Run:
                 # Divided once, by the valid tokens of the whole global batch: so each micro batch
                 # and rank adds its share, whatever the layout.
                 out = out / self.valid
-            if head:
                 self.loss += out.detach()
             else:
                 self.outputs[key] = out.detach()
@@ -199,6 +204,7 @@ class _Run:
             return local.pop(key)
         handle, x, action = self.coming.pop((kind, chunk, micro))
         self._moving(action, handle.wait)
+        self.scope.note(self.at)
         return x
 
     def receive(self, action: Action, _: bool) -> None:
@@ -211,16 +217,17 @@ class _Run:
 
     def send(self, action: Action, _: bool) -> None:
         peer = self._peer(action)
-        if (action.kind, peer) in self.sent:
-            self._let_go(action.kind, peer)
+        messages = self.sent.setdefault((action.kind, peer), deque())
+        if len(messages) == UNDER_WAY:
+            self._let_go(messages)
         results = self.outputs if action.kind == "SEND_F" else self.gradients
         x = results.pop((action.chunk, action.micro)).contiguous()
         with self.scope.during("forward" if action.kind == "SEND_F" else "backward"):
             handle = self._moving(action, self.pp.send, x, peer, _what(action))
-        self.sent[action.kind, peer] = handle, x, action
+        messages.append((handle, x, action))
 
-    def _let_go(self, kind: str, peer: int) -> None:
-        handle, _, action = self.sent.pop((kind, peer))
+    def _let_go(self, messages: deque[tuple[Handle, Tensor, Action]]) -> None:
+        handle, _, action = messages.popleft()
         self._moving(action, handle.wait)
 
     def _rows(self, micro: int) -> int:

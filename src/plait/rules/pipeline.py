@@ -1,12 +1,12 @@
 """Pipelines: which are illegal, and which cost more than they need."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from plait.cost.flops import chunk_flops
-from plait.cost.ledger import MEMORY_TOLERANCE
-from plait.cost.memory import memory
+from plait.cost.ledger import MEMORY_TOLERANCE, StageMemory
+from plait.cost.memory import memory_by_stage
 from plait.planner.partition import by_cost, placement
 from plait.rules.numbers import element_bytes, in_bytes, stream_bytes
 from plait.schedules.build import problems
@@ -36,9 +36,11 @@ def chunks_have_layers(job: Job) -> Iterator[Finding]:
         yield error("layout.vpp", layout.vpp, message, fewer, "chunks")
         return
     vpp = low if name else layout.vpp
+    also = {} if vpp == layout.vpp else {"layout.vpp": vpp}
     # Of the degrees that suit the ranks.
     fits = [p for p in divisors(layout.pp * layout.dp) if p * vpp <= most]
-    yield _with_batch(job, "chunks", "layout.pp", layout.pp, message, max(fits, default=1))
+    found = _with_batch(job, "chunks", "layout.pp", layout.pp, message, max(fits, default=1))
+    yield replace(found, suggest=found.suggest | also)
 
 
 def stages_partition(job: Job) -> Iterator[Finding]:
@@ -118,9 +120,11 @@ def table_in_file(job: Job) -> Iterator[Finding]:
     try:
         table = table_of(job)
     except UserError as problem:
-        yield from (replace(f, rule="schedule", where=where) for f in problem.findings)
+        for f in problem.findings:
+            yield error(where, layout.schedule, f"{f.where}: {f.message}", rule="unreadable")
         return
-    ranks, vpp = len(table.ranks), max(table.chunks // len(table.ranks), 1)
+    ranks = len(table.ranks)
+    vpp = None if table.chunks % ranks else table.chunks // ranks
     if ranks != layout.pp:
         message = f"{layout.schedule} is a table of {ranks} ranks, not of pp {layout.pp}"
         yield error("layout.pp", layout.pp, message, ranks, "schedule")
@@ -135,7 +139,8 @@ def table_in_file(job: Job) -> Iterator[Finding]:
         yield _micro_batches(job, error("", m, message, table.micro_batches))
     else:
         for f in check(table, micro_batches=m, chunks=table.chunks):
-            yield replace(f, rule="schedule", where=where, value=layout.schedule, suggest={})
+            said = f"{layout.schedule}, {f.where}: {f.message}"
+            yield error(where, layout.schedule, said, rule="schedule")
 
 
 def _name(job: Job) -> str | None:
@@ -176,27 +181,30 @@ def recompute_frees(job: Job) -> Iterator[Finding]:
         dtype = "float32" if job.cluster is None else "bfloat16"
     job = replace(job, train=replace(job.train, dtype=dtype))
     kept = replace(job, layout=replace(layout, recompute="none"))
-    with_, without = _most(job), _most(kept)
-    if any(a < (1 - MEMORY_TOLERANCE) * b for a, b in zip(with_, without, strict=True)):
-        return
-    stage = with_.index(max(with_))
+    passing = []
+    for rows in zip(memory_by_stage(job), memory_by_stage(kept), strict=True):
+        with_, without = map(_most, rows)
+        if with_ < (1 - MEMORY_TOLERANCE) * without:
+            return
+        passing.append((with_, without))
+    with_, without = most = max(passing)
+    stage = passing.index(most)
     message = (
         f"recompute {layout.recompute} frees nothing under {layout.schedule}, which puts weight "
         f"gradients off and holds what they need: beside the states stage {stage} has "
-        f"{in_bytes(with_[stage])} with it and {in_bytes(without[stage])} without"
+        f"{in_bytes(with_)} with it and {in_bytes(without)} without"
     )
     where = "layout.recompute"
     yield error(where, layout.recompute, message, "none", "recompute-frees-nothing")
 
 
-def _most(job: Job) -> list[int]:
-    """For each stage the most that it holds beside parameters, gradients, optimizer states."""
-    most = [0] * job.layout.pp
-    for row in memory(job):
-        if row.moment != "optimizer":
-            passing = row.total - row.parameters - row.gradients - row.optimizer
-            most[row.stage] = max(most[row.stage], passing)
-    return most
+def _most(rows: Sequence[StageMemory]) -> int:
+    """The most that a stage holds beside parameters, gradients, optimizer states."""
+    return max(
+        row.total - row.parameters - row.gradients - row.optimizer
+        for row in rows
+        if row.moment != "optimizer"
+    )
 
 
 #: What takes a ledger to say, and is asked of jobs that are legal otherwise.
@@ -279,6 +287,8 @@ def two_copies(job: Job) -> Iterator[Finding]:
         f"rank instead of {in_bytes(weights)}, gradients and optimizer alike; dualpipev holds one"
     )
     suggest = {"layout.schedule": "dualpipev", "layout.vpp": 2}
+    if not legal(replace(job, layout=replace(layout, schedule="dualpipev", vpp=2))):
+        suggest = {}
     yield Finding("warning", "two-copies", message, "layout.schedule", "dualpipe", suggest)
 
 

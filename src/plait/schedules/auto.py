@@ -15,6 +15,9 @@ from plait.spec.schedule import SCHEDULES
 #: How many actions are simulated for one question, about: a second or two, more for large tables.
 EFFORT = 2_000_000
 
+#: Chunks a rank that are tried where their number is open: in a search, and of named ones only.
+SEARCHED, NAMED = (1, 2), (3, 4)
+
 
 def auto(
     pp: int,
@@ -24,7 +27,8 @@ def auto(
     cap: float | None = None,
     effort: int = EFFORT,
 ) -> Table:
-    """A table that is never slower than any named schedule which keeps the cap, and often faster.
+    """A table that is never slower than any named schedule with as many chunks a rank which keeps
+    the cap, and often faster. Where the number of chunks is open, that is one to four.
 
     Tried are all named schedules as they are; all of them (also those over the cap) with their
     weight gradients put where these times and this cap want them; the greedy ones; periodic ones.
@@ -32,8 +36,8 @@ def auto(
     the search is a number of actions, not a time.
 
     Args:
-        vpp: chunks on each rank, one copy of the model; None: one or two, and DualPipe's two copies
-            of the weights too.
+        vpp: chunks on each rank, one copy of the model; None: one and two are searched, DualPipe's
+            two copies of the weights too, and named schedules are tried with up to four.
         times: of each of the pp * vpp chunks; or, for a number of chunks, their times; None: F, I
             and W of a rank's share take 1 each and messages no time.
         cap: the most that a rank may hold, in units of its share of a micro batch; None: no limit.
@@ -51,12 +55,17 @@ def auto(
         vpp, of = len(times.forward) // pp, lambda chunks: times
     else:
         of = times or (lambda chunks: Times.even((chunks, pp)))
-    best = None
-    for v in (1, 2) if vpp is None else (vpp,):
-        found = _best(pp, micro_batches, v, of(pp * v), cap, effort, both=vpp is None)
-        if best is None or found[0] < best[0]:
-            best = found
-    return Table("auto", best[1].ranks)
+    searched = SEARCHED if vpp is None else (vpp,)
+    found = [
+        _best(pp, micro_batches, v, of(pp * v), cap, effort, both=vpp is None) for v in searched
+    ]
+    for v in NAMED if vpp is None else ():
+        for table in _named(pp, micro_batches, v, of(pp * v), cap, both=True):
+            peak = max(peak_activations(table))
+            if peak <= cap + 1e-9:
+                found.append(((simulate(table, of(pp * v)).makespan, peak), table))
+    _, table = min(found, key=lambda candidate: candidate[0])
+    return Table("auto", table.ranks)
 
 
 def _best(

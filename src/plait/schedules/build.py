@@ -1,5 +1,7 @@
 """A schedule by its name: whether it can be built, and its table."""
 
+from math import isqrt
+
 from plait.schedules import dualpipe, loop, vshape
 from plait.schedules.simulate import Times
 from plait.schedules.table import Table
@@ -7,7 +9,10 @@ from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.schedule import SCHEDULES, canonical
 
 #: A table has at most this many forwards; it is held in memory as a whole.
-_MOST = 1_000_000
+MOST_FORWARDS = 1_000_000
+
+#: Micro batches come from both ends.
+_TWO_ENDED = ("dualpipe", "dualpipev")
 
 
 def build(
@@ -86,22 +91,37 @@ def problems(
         message = f"schedule {name!r} is none of {', '.join(SCHEDULES)}"
         return [error("schedule", name, message, closest(name, SCHEDULES) or "1f1b")]
     name = known
-    found = [
-        error(where, value, f"must be at least 1, not {value}", 1)
-        for where, value in (("pp", pp), ("microbatches", micro_batches))
-        if value < 1
-    ]
-    found += _vpp_problems(name, vpp)
+    found = _vpp_problems(name, vpp)
+    # What is wrong with one is said for the legal values of those before it.
+    vpp = _legal(found, "vpp", SCHEDULES[name].vpp[0] if vpp is None else vpp)
+    found = _pp_problems(name, pp, vpp) + found
+    pp = _legal(found, "pp", pp)
     if group is not None:
         found += _group_problems(name, pp, group)
-    if found:
-        return found
-    if name == "dualpipe" and pp % 2:
+    return found + _micro_batch_problems(name, pp, micro_batches, vpp)
+
+
+def _legal(found: list[Finding], where: str, value: int) -> int:
+    """The value, or the legal one that is nearest to it."""
+    return next((f.nearest for f in found if f.where == where), value)
+
+
+def _pp_problems(name: str, pp: int, vpp: int) -> list[Finding]:
+    # DualPipe's two need 2 pp micro batches, and a table has only so many forwards.
+    both = name == "dualpipe"
+    least, most = (2 if both else 1), MOST_FORWARDS // vpp
+    if name in _TWO_ENDED:
+        most = isqrt(most // 2)
+        most -= both and most % 2
+    if pp < least:
+        return [error("pp", pp, f"must be at least {least}, not {pp}", least)]
+    if pp > most:
+        message = f"more than {most} ranks do not go into a table of {MOST_FORWARDS} forwards"
+        return [error("pp", pp, message, most)]
+    if both and pp % 2:
         message = f"dualpipe sends micro batches from both ends and needs an even pp, not {pp}"
-        found.append(error("pp", pp, message, pp + 1))
-        pp += 1
-    found += _micro_batch_problems(name, pp, micro_batches, vpp or SCHEDULES[name].vpp[0])
-    return found
+        return [error("pp", pp, message, pp + 1)]
+    return []
 
 
 def _vpp_problems(name: str, vpp: int | None) -> list[Finding]:
@@ -128,19 +148,19 @@ def _group_problems(name: str, pp: int, group: int) -> list[Finding]:
 
 
 def _micro_batch_problems(name: str, pp: int, micro_batches: int, vpp: int) -> list[Finding]:
-    where = "microbatches"
-    if pp * vpp * micro_batches > _MOST:
-        if pp * vpp > _MOST:
-            message = f"{pp} ranks with {vpp} chunks each are more than a table holds ({_MOST})"
-            return [error("pp", pp, message, max(1, _MOST // vpp))]
+    least, most = (2 * pp if name in _TWO_ENDED else 1), MOST_FORWARDS // (pp * vpp)
+    even = name == "dualpipe"
+    odd = even and micro_batches % 2
+    nearest = min(max(least, micro_batches + odd), most - (even and most % 2))
+    if micro_batches > most:
         message = (
             f"{micro_batches} micro batches through {pp * vpp} chunks are more than a table holds "
-            f"({_MOST} forwards)"
+            f"({MOST_FORWARDS} forwards)"
         )
-        return [error(where, micro_batches, message, _MOST // (pp * vpp))]
-    odd = name == "dualpipe" and micro_batches % 2
-    if name in ("dualpipe", "dualpipev") and (micro_batches < 2 * pp or odd):
-        even = "an even number of micro batches, " if name == "dualpipe" else ""
-        message = f"{name} on {pp} ranks needs {even}at least 2 pp = {2 * pp}, not {micro_batches}"
-        return [error(where, micro_batches, message, max(2 * pp, micro_batches + odd))]
-    return []
+    elif micro_batches < least or odd:
+        twice = f"2 pp = {least}" if name in _TWO_ENDED else least
+        among = f"an even number, at least {twice}" if even else f"at least {twice}"
+        message = f"{name} on {pp} ranks needs {among} micro batches, not {micro_batches}"
+    else:
+        return []
+    return [error("microbatches", micro_batches, message, nearest)]

@@ -1,7 +1,8 @@
 """What is wrong in a table: everything that would make it compute something else, or never end."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from plait.schedules.table import Action, Table
 from plait.spec.findings import Finding, error
@@ -10,6 +11,8 @@ COMPUTE = ("F", "I", "W", "B")
 
 #: What sends a message -> what receives it, and the step from one chunk to the other.
 MESSAGES = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
+#: How many of one sort are said, and how many things one of them lists.
+_MOST_FINDINGS, _MOST_LISTED = 1000, 8
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 
 
@@ -24,7 +27,8 @@ def check(
     Every chunk does F and B, or F, I and W, of every micro batch once, on one rank, in that order;
     nothing waits in a circle. Where there are transfers, each message that crosses ranks is sent
     once and received once, between what makes and what needs it, and nothing waits in a circle
-    even if a send and its receive wait for each other.
+    even if a send and its receive wait for each other. Of a great many of one sort the first are
+    said.
 
     Args:
         cap: the most activations that a rank may hold (see `Timeline.peak_activations`).
@@ -32,17 +36,27 @@ def check(
     """
     if not any(table.ranks):
         return [error("schedule", table.name, "has no actions")]
-    unknown = list(_unknown(table, micro_batches, chunks))
+    unknown = _some(_unknown(table, micro_batches, chunks))
     if unknown:
         return unknown
     chunks = chunks or 1 + max((a.chunk for _, a in _computed(table)), default=0)
     micro_batches = micro_batches or 1 + max((a.micro for _, a in _computed(table)), default=0)
-    found = list(_once(table, chunks, micro_batches)) or list(_order(table))
+    # Out of all proportion to what is there, what is missing is not gone through one by one.
+    there = len({(a.chunk, a.micro) for _, a in _computed(table)})
+    if chunks * micro_batches > 8 * there + 1000:
+        needed = f"{chunks} chunks and {micro_batches} micro batches"
+        message = f"{needed} need {chunks * micro_batches} forwards; the table has {there} at most"
+        return [error("schedule", there, message)]
+    found = _some(_once(table, chunks, micro_batches)) or _some(_order(table))
     if not found and any(a.kind in TRANSFERS for actions in table.ranks for a in actions):
-        found = list(_messages(table)) or list(_circle(table, rendezvous=True))
+        found = _some(_messages(table)) or list(_circle(table, rendezvous=True))
     elif not found:
         found = list(_circle(table, rendezvous=False))
     return found + list(_cap(table, cap, len(table.ranks) / chunks))
+
+
+def _some(found: Iterator[Finding]) -> list[Finding]:
+    return list(islice(found, _MOST_FINDINGS))
 
 
 def _unknown(table: Table, micro_batches: int | None, chunks: int | None) -> Iterator[Finding]:
@@ -68,7 +82,7 @@ def _once(table: Table, chunks: int, micro_batches: int) -> Iterator[Finding]:
             kinds = where.get((chunk, micro), {})
             for kind, ranks in kinds.items():
                 if len(ranks) > 1:
-                    on = ", ".join(map(str, ranks))
+                    on = _listed([str(rank) for rank in dict.fromkeys(ranks)])
                     a = Action(kind, chunk, micro)
                     yield _wrong(ranks[1], a, f"{a} is there {len(ranks)} times (ranks {on})")
             if "B" in kinds and ("I" in kinds or "W" in kinds):
@@ -189,14 +203,14 @@ def _circle(table: Table, rendezvous: bool) -> Iterator[Finding]:
     rank = next((r for r in range(len(at)) if front(r) is not None), None)
     if rank is None:
         return
-    seen: list[int] = []
+    seen: dict[int, int] = {}  # rank -> which of those gone through it is
     while rank not in seen:
-        seen.append(rank)
+        seen[rank] = len(seen)
         need = awaited(front(rank))
         rank = place[need.chunk, need.micro]
-    circle = seen[seen.index(rank) :]
+    circle = list(seen)[seen[rank] :]
     parts = [f"rank {r} at {front(r)} waits for {awaited(front(r))}" for r in circle]
-    yield _wrong(circle[0], front(circle[0]), f"a circle: {', '.join(parts)}")
+    yield _wrong(circle[0], front(circle[0]), f"a circle: {_listed(parts)}")
 
 
 def _partner(a: Action) -> Action:
@@ -244,4 +258,10 @@ def _ranges(numbers: list[int]) -> str:
             parts[-1][1] = n
         else:
             parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return _listed([str(a) if a == b else f"{a}-{b}" for a, b in parts])
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """The parts, of a great many the first."""
+    more = len(parts) - _MOST_LISTED
+    return ", ".join(parts[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

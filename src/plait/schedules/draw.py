@@ -67,7 +67,7 @@ def drawing(table: Table, timeline: Timeline, width: int, colour: bool) -> "Text
     end = round(timeline.makespan * scale)
     last = f"{timeline.makespan:.6g}"
     text.append(" " * label + "0" + last.rjust(max(end - 1, len(last) + 1)) + "\n", "dim")
-    text.append_text(_legend(table, whole))
+    text.append_text(_legend(table, whole, width))
     return text
 
 
@@ -148,24 +148,27 @@ def _mixture(
     return line
 
 
-def _legend(table: Table, whole: bool) -> "Text":
+def _legend(table: Table, whole: bool, width: int) -> "Text":
+    """What the letters and signs mean, in lines that are not wider than `width` if words allow."""
     from rich.text import Text
 
     shade = shades(table)
     seen = {(a.kind, min(shade(r, a), 1)) for r, actions in enumerate(table.ranks) for a in actions}
-    kinds = {kind for kind, _ in seen}
-    text = Text("  ")
+    entries = []
     for kind, (words, _) in KINDS.items():
-        if kind in kinds:
-            for s in (0, 1):
-                if (kind, s) in seen:
-                    text.append(f"{_letter(kind, s)}", _style(kind, s))
-            text.append(f" {words}  ")
+        if any(k == kind for k, _ in seen):
+            letters = [(_letter(kind, s), _style(kind, s)) for s in (0, 1) if (kind, s) in seen]
+            entries.append(Text.assemble(*letters, f" {words}"))
     if not whole:
-        text.append(f"{MIXED} several  {PARTLY} several, some idle  ")
-    text.append(f"{IDLE} idle")
+        entries += [Text(f"{MIXED} several"), Text(f"{PARTLY} several, some idle")]
+    entries.append(Text(f"{IDLE} idle"))
+    lines = [Text()]
+    for entry in entries:
+        if len(lines[-1]) and len(lines[-1]) + 2 + len(entry) > width:
+            lines.append(Text())
+        lines[-1].append("  ").append_text(entry)
     if any(s for _, s in seen):
         twice = len({rank for (chunk, _), rank in table.place.items() if chunk == 0}) > 1
         what = "the second copy of the model" if twice else "a rank's further chunks"
-        text.append(f"\n  lower case: {what}", "dim")
-    return text
+        lines.append(Text(f"  lower case: {what}", "dim"))
+    return Text("\n").join(lines)

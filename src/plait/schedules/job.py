@@ -3,10 +3,10 @@
 from functools import lru_cache
 from pathlib import Path
 
-from plait.cost.flops import chunk_times
+from plait.cost.flops import chunk_flops
 from plait.schedules.build import build
 from plait.schedules.csvfile import read_table
-from plait.schedules.simulate import Timeline, simulate
+from plait.schedules.simulate import Timeline, Times, simulate
 from plait.schedules.table import Table
 from plait.spec.job import Job
 from plait.spec.layout import Layout
@@ -41,6 +41,11 @@ def table_of(job: Job) -> Table:
 def timeline(job: Job) -> Timeline:
     """The simulated step of a job with pp above 1: times as in `table_of`."""
     return simulate(table_of(job), chunk_times(job.model, job.layout, job.train.seq_len))
+
+
+def chunk_times(model: Model, layout: Layout, seq_len: int) -> Times:
+    """The operations of chunks as times of a schedule's actions; messages take none."""
+    return Times(*zip(*chunk_flops(model, layout, seq_len), strict=True), transfer=0.0)
 
 
 def split_name(schedule: str) -> tuple[str, int | None]:

@@ -30,6 +30,8 @@ _ROW, _LEFT, _BESIDE, _TOP = 24, 62, 128, 68
 #: Pixels: of the width of the timeline at most, where cells need not shrink below one of them;
 #: of a character.
 _WIDEST, _LEAST, _CHARACTER = 1100, 1.5, 6.2
+#: Pixels of the width in any case, and how many times stand below it.
+_LIMIT, _TICKS = 20_000, 200
 
 
 def svg(table: Table, timeline: Timeline, title: str | None = None) -> str:
@@ -53,6 +55,7 @@ def svg(table: Table, timeline: Timeline, title: str | None = None) -> str:
         _LEAST / shortest,
         (legend_right - _LEFT - _BESIDE) / makespan,
     )
+    scale = min(scale, _LIMIT / makespan)
     title = title or f"{table.name}, {len(spans)} ranks, {table.micro_batches} micro batches"
     parts = []
     for rank, row in enumerate(spans):
@@ -99,8 +102,8 @@ def _columns(table: Table, timeline: Timeline, right: float) -> Iterable[str]:
 
 
 def _axis(makespan: float, scale: float, bottom: float) -> Iterable[str]:
-    """Ticks at round times, some 80 pixels apart."""
-    wanted = makespan / max(makespan * scale / 80, 1)
+    """Ticks at round times, some 80 pixels apart or more."""
+    wanted = makespan / min(max(makespan * scale / 80, 1), _TICKS)
     magnitude = 10.0 ** _exponent(wanted)
     step = next(s * magnitude for s in (1, 2, 5, 10) if s * magnitude >= wanted * 0.999)
     for i in range(int(makespan / step * 1.000001) + 1):

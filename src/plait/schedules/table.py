@@ -32,8 +32,8 @@ class Action(NamedTuple):
 class Table:
     """The actions of every rank, in its order; only what is computed, without transfers.
 
-    A chunk may be on two ranks (DualPipe); one micro batch passes it on one of them only, so the
-    table itself says where everything happens. Whether it makes sense is for `schedules.check`.
+    A chunk may be on several ranks (in DualPipe on two); a micro batch passes it on one of them, so
+    the table itself says where everything happens. Whether it makes sense is for `schedules.check`.
     """
 
     name: str

@@ -12,10 +12,17 @@ A receive stands in front of what its rank is busy with when the message is made
 that does not wait (a runtime posts it and goes on) is posted in time, and never long before.
 """
 
+from functools import lru_cache
+
 from plait.schedules.simulate import Times, simulate
 from plait.schedules.table import Action, Table
 
+#: Messages from one rank to another, in one direction, that may be under way before the sender
+#: waits. With one, a rank that is late for a moment holds up those before it; each costs a buffer.
+UNDER_WAY = 2
 
+
+@lru_cache(maxsize=4)
 def with_transfers(table: Table) -> tuple[tuple[Action, ...], ...]:
     """The actions of each rank with SEND_F, RECV_F, SEND_B and RECV_B put in.
 

@@ -66,8 +66,8 @@ def convert(value: Any, kind: Any, where: str, findings: list[Finding]) -> Any:
             return None
         return convert(value, next(a for a in args if a is not type(None)), where, findings)
     if origin is tuple:
-        parts = value.split(",") if isinstance(value, str) else list(value)
-        return tuple(convert(p, args[0], where, findings) for p in parts if p != "")
+        parts = value.split(",") if value and isinstance(value, str) else list(value)
+        return tuple(convert(p, args[0], where, findings) for p in parts)
     if origin is dict:
         return {
             convert(k, args[0], where, findings): convert(v, args[1], where, findings)

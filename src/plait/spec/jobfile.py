@@ -29,7 +29,7 @@ from plait.spec.chunks import balanced
 from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Batch, Checkpoint, Data, Job, Train
-from plait.spec.layout import Layout
+from plait.spec.layout import LARGEST, Layout, sound_pipeline
 from plait.spec.model import Model
 
 Purpose = Literal["train", "plan"]
@@ -428,10 +428,15 @@ def _layout(
         layout = _attempt(lambda: Layout.fill(world, **told), findings)
         if layout is not None:
             return layout, True
-    counts = {k: v for k, v in told.items() if not isinstance(v, int) or v > 0 or k == "zero"}
+    counts = {
+        k: v for k, v in told.items() if not isinstance(v, int) or 0 < v <= LARGEST or k == "zero"
+    }
+    pipeline = sound_pipeline(counts)
+    counts = {k: v for k, v in counts.items() if k not in ("schedule", "vpp", "stages")}
     # Whether sequence parallelism suits the batch is not known without a batch; and whether a
     # degree suits the ranks has been said, if they are known.
-    return Layout(**(counts | {"sequence_parallel": False, "dp_replicate": world or 1})), False
+    counts |= pipeline | {"sequence_parallel": False, "dp_replicate": world or 1}
+    return Layout(**counts), False
 
 
 def _stages_word(given: dict[str, Any], findings: list[Finding]) -> str | None:

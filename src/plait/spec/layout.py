@@ -32,7 +32,7 @@ class Layout:
         pp: pipeline ranks; `vpp` chunks of layers on each.
         schedule: a name of `spec.schedule.SCHEDULES`, "interleaved-1f1b:GROUP" with the micro
             batches that a chunk does before the next chunk, or a table in a file ("my.csv").
-        stages: layers of each chunk in model order (None: balanced, see `spec.stages`).
+        stages: layers of each chunk in model order (None: balanced, see `spec.chunks`).
         ep: expert parallel degree; `etp`: tensor parallel degree inside experts.
         dp_replicate: copies of the sharded model states (HSDP's outer axis).
         dp_shard: data-parallel ranks over which model states are sharded.
@@ -179,7 +179,8 @@ def _schedule(given: Mapping[str, Any], findings: list[Finding]) -> dict[str, An
         message = f"schedule {word!r} is none of {known}, nor a file *.csv"
         findings.append(error(where, said, message, closest(word, SCHEDULES) or "1f1b"))
         return {}
-    if colon and (name != "interleaved-1f1b" or not group.isdecimal() or int(group) < 1):
+    counts = group.isdecimal() and len(group) <= len(str(LARGEST)) and int(group) > 0
+    if colon and (name != "interleaved-1f1b" or not counts):
         message = f"only interleaved-1f1b takes a group of micro batches, as {_GROUPED}"
         findings.append(error(where, said, message, name))
         return {}
@@ -194,6 +195,17 @@ def _schedule(given: Mapping[str, Any], findings: list[Finding]) -> dict[str, An
 
 
 _GROUPED = "interleaved-1f1b:8"
+
+
+def sound_pipeline(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`schedule`, `vpp` and `stages` as given and filled in; where they do not go together, as if
+    none had been given."""
+    findings: list[Finding] = []
+    told = {k: v for k, v in given.items() if v is not None}
+    told |= _schedule(told, findings)
+    findings += _check_stages(told)
+    names = ("schedule", "vpp", "stages")
+    return {} if findings else {name: told[name] for name in names if name in told}
 
 
 def _check_recompute(recompute: str) -> list[Finding]:

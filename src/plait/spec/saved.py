@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.spec.findings import UserError, error
 from plait.spec.job import Job
+from plait.spec.schedule import is_file
 
 #: Written last: a folder that has it is a whole checkpoint.
 ABOUT = "plait.json"
@@ -114,6 +115,8 @@ def job_tables(job: Job) -> dict[str, Any]:
         name: {k: _said(v) for k, v in asdict(getattr(job, name)).items()}
         for name in ("model", "layout", "train", "data", "checkpoint")
     }
+    if is_file(job.layout.schedule):  # found again from wherever the run goes on
+        tables["layout"]["schedule"] = str(Path(job.layout.schedule).absolute())
     return tables | {"ranks": job.layout.world, "metrics": job.metrics}
 
 

@@ -48,7 +48,7 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, program: Program):
         super().__init__()
         self.program, self.scope = program, program.mesh.scope
-        self.buckets, self.zero = program.engine.buckets, program.engine.stage
+        self.buckets, self.zero = program.engine.buckets, program.engine.zero
         self.current = dict.fromkeys(MEMORY_CLASSES, 0)
         self.peaks: dict[str, dict[str, int]] = {}
         self.known: dict[int, tuple[str, int]] = {}  # storage -> (class, bytes)

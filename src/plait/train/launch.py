@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,17 @@ from typing import TYPE_CHECKING, Any
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
 from plait.spec.saved import claimed, folder_of
-from plait.train.outcome import NOTE, RunFailed, debugging, outcome_of, shared, verdict, when
+from plait.train.outcome import (
+    NOTE,
+    PATIENCE,
+    RunFailed,
+    debugging,
+    outcome_of,
+    reap,
+    shared,
+    verdict,
+    when,
+)
 from plait.train.place import Place, joined
 
 if TYPE_CHECKING:
@@ -40,9 +50,6 @@ if TYPE_CHECKING:
 
 #: What a rank does: (job, its world, its reporter) -> result of the run. Importable by name.
 Work = Callable[[Job, "World", "Metrics"], Any]
-
-#: Seconds that a rank which lost a peer waits, so that the peer is found to have died first.
-PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,10 @@ def run(job: Job, as_json: bool = False, work: Work | None = None) -> int:
     """
     try:
         place = joined(os.environ)
-        with claimed(folder_of(job) if place is None or place.rank == 0 else None):
+        with (
+            _signals_unwind() if place is None else nullcontext(),
+            claimed(folder_of(job) if place is None or place.rank == 0 else None),
+        ):
             result = _join(job, place, as_json, work) if place else _launch(job, as_json, work)
     except UserError as e:
         _complain(e.findings, as_json)
@@ -105,6 +115,26 @@ def run(job: Job, as_json: bool = False, work: Work | None = None) -> int:
         said = asdict(result) if is_dataclass(result) else result
         print(json.dumps({k: _finite(v) for k, v in said.items()}), flush=True)
     return 0
+
+
+@contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Whoever ends the launcher while it starts finds nothing left behind: no lock, no folder, no
+    server. Later torch's launcher has handlers of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: Any) -> None:
+        raise _Ended(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, end) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 class _Ended(Exception):
@@ -154,6 +184,8 @@ def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
             shutdown_timeout=5,
         )
+        stop_reaping = threading.Event()
+        threading.Thread(target=reap, args=(folder, ranks, stop_reaping), daemon=True).start()
         try:
             with _alone_with_the_ranks():
                 results = elastic_launch(config, _rank)(job, folder, threads, as_json, work)
@@ -163,6 +195,7 @@ def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
             rank, failure = e.get_first_failure()
             raise verdict(folder, rank, failure.exitcode, steps, doing) from None
         finally:
+            stop_reaping.set()
             _show_cursor()
         return results[0]
 
@@ -193,7 +226,7 @@ def _warm_server(work: Work | None) -> None:
     locks and the signal handlers of the launcher, and a GPU runtime does not survive it. A fork
     server has imported everything, has one thread and has run nothing.
     """
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     program = "plait.train.trainer" if work is None else work.__module__
     forkserver.set_forkserver_preload(
@@ -201,6 +234,8 @@ def _warm_server(work: Work | None) -> None:
     )
     # Ctrl-C reaches the whole group; the server and its ranks are ended by the launcher, and say
     # nothing of it. They inherit that the signal is blocked.
+    # The resource tracker, which starting the server would start, unblocks what is blocked.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -246,6 +281,7 @@ def _rank(job: Job, folder: Path, threads: int, as_json: bool, work: Work | None
     torch.set_num_threads(threads)
     place = joined(os.environ)
     steps, doing = shared(folder, place.world_size, create=False)
+    (folder / f"rank{place.rank}.pid").write_text(str(os.getpid()))
     try:
         return _work(job, place, steps, doing, as_json, work)
     except BaseException as e:

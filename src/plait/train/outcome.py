@@ -7,12 +7,14 @@ that is known of a rank that was killed, too.
 torch is imported late, see `train.launch`.
 """
 
+import contextlib
 import mmap
 import os
 import pickle
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ from plait.spec.findings import Finding, UserError
 
 #: Bytes that a rank has to say what it is at.
 NOTE = 160
+
+#: Seconds that a rank which lost a peer waits, so that the peer is found to have died first.
+PATIENCE = 5.0
 
 
 class RunFailed(Exception):
@@ -109,11 +114,11 @@ def verdict(
     failed = [o for o in said if o.kind == "failed"]
     if failed:
         return RunFailed(min(failed, key=lambda o: o.rank).message)
-    if rank not in {o.rank for o in said}:
+    if rank not in {o.rank for o in said} and not _stopped(folder):
         why = f"rank {rank} died {when(steps[rank])}: {_exit_reason(exitcode)}"
         return RunFailed(why + _positions(doing))
     first = min(said, key=lambda o: (o.kind == "lost", o.seconds))
-    silent = sorted(set(range(len(steps))) - {o.rank for o in said})
+    silent = _stopped(folder) or sorted(set(range(len(steps))) - {o.rank for o in said})
     if first.kind == "lost" and silent:
         names = ", ".join(map(str, silent))
         who = f"rank {names}" if len(silent) == 1 else f"ranks {names}"
@@ -122,6 +127,28 @@ def verdict(
         return RunFailed(why + _positions(doing))
     why = f"rank {first.rank} died {when(first.step)}: {first.message}"
     return RunFailed(why + (_positions(doing) if first.kind == "lost" else ""))
+
+
+def reap(folder: Path, ranks: int, done: threading.Event) -> None:
+    """Ends ranks that were stopped (SIGSTOP, a debugger), once another has lost them: they heed
+    no other signal, and torch's launcher would wait half a minute for them. Notes who it was."""
+    while not any(folder.glob("rank*.outcome")):
+        if done.wait(0.2):
+            return
+    done.wait(PATIENCE)
+    for rank in range(ranks):
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((folder / f"rank{rank}.pid").read_text())
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in "Tt":
+                (folder / f"rank{rank}.stopped").touch()
+                os.kill(pid, signal.SIGKILL)
+
+
+def _stopped(folder: Path) -> list[int]:
+    """Ranks that were found stopped."""
+    names = (path.stem.removeprefix("rank") for path in folder.glob("rank*.stopped"))
+    return sorted(map(int, names))
 
 
 #: Ranks whose position is said when a run broke off; the rest is counted.

@@ -128,9 +128,11 @@ class Program:
             table = one_f_one_b(1, len(batches))
             actions = table.ranks[0]
         assert len(batches) == table.micro_batches, (len(batches), table.micro_batches)
+        self.mesh.scope.note("counting the tokens of its micro batches")
         valid = self._count(batches)
         self.engine.begin()
         mean_loss = self.pipeline.run(actions, table.place, batches, valid, loss_scale)
+        self.mesh.scope.note("waiting for the sums of gradients")
         with self.mesh.scope.during("backward"):
             self.engine.finish()
         return mean_loss, valid
@@ -140,6 +142,7 @@ class Program:
         rank), float64, the same on every rank; weights and gradients are left as they are."""
         table = forward_only(self.table, len(batches))
         actions = with_transfers(table)[self.mesh["pp"].rank]
+        self.mesh.scope.note("beginning an evaluation")
         valid = self._count(batches)
         for module in self.modules.values():
             module.eval()
@@ -165,6 +168,7 @@ class Program:
 
     def totals(self, mean_loss: Tensor) -> tuple[Tensor, Tensor]:
         """The loss and the gradient norm, summed over all ranks in one message."""
+        self.mesh.scope.note("waiting for the gradient norm")
         squares = squared_norm(self.engine.segments)
         both = torch.stack((mean_loss / self.mesh["tp"].size, squares))
         with self.mesh.scope.during("norm"):
@@ -182,6 +186,7 @@ class Program:
         mean_loss, valid = self.forward_backward(batches, loss_scale)
         loss, norm = self.totals(mean_loss)
         rate = learning_rate(number, train)
+        self.mesh.scope.note("in the optimizer, or gathering its weights")
         with self.mesh.scope.during("optimizer"):
             apply_update(self.optimizer, self.engine.segments, norm, train.clip, loss_scale, rate)
             self.engine.publish()

@@ -142,6 +142,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
         )
         every = job.checkpoint.every
         if folder and (done == job.train.steps or (every and done % every == 0)):
+            mesh.scope.note("saving a checkpoint")
             saved = checkpoint.save(program, job, done, folder, scale.state)
     shares = watch.gather()
     result = Result(
