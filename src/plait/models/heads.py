@@ -11,14 +11,27 @@ from plait.models.attention import attention
 from plait.spec.model import Model
 
 
+@dataclass(frozen=True)
+class Held:
+    """The positions of each sample that are here, where they are not all.
+
+    Attributes:
+        positions: int64 [S], in the order in which the stream has them.
+        whole: positions of a whole sample.
+    """
+
+    positions: Tensor
+    whole: int
+
+
 @dataclass
 class Context:
     """What every layer needs to know of the batch.
 
     Attributes:
-        batch, seq: samples, tokens of each.
+        batch, seq: samples, tokens of each that are here.
         positions: int64 [seq].
-        rows: int64 [T], each token's number in the whole data: sample * seq + position.
+        rows: int64 [T], each token's number in the whole data: sample * whole length + position.
         cos, sin: rotary tables [seq, head_dim]; None without rotary embedding.
         local_cos, local_sin: the same for windowed layers; the same tensors unless the model
             gives those a theta of their own.

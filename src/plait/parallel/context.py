@@ -17,20 +17,80 @@ heads, and the ring goes from group to group. Only KV heads travel, keys and val
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plait.models import kernels
 from plait.models.attention import AtHand, Plan, attend, calls, make_scores, plan
+from plait.models.heads import Context, Heads, Held
 from plait.parallel.collectives import Axis, Handle
-from plait.spec.sequence import Split, ring_steps
+from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline import MicroBatch
+from plait.spec.layout import Layout
+from plait.spec.sequence import Split, ring_steps, split
 
 METHODS = ("ring", "all-gather")
+
+
+def apply_context_parallel(module: nn.Module, mesh: Mesh, seq: int) -> None:
+    """Puts attention over the cp ranks into a Transformer, in place; seq: of whole samples."""
+    if mesh.layout.cp == 1:
+        return
+    splits = (sample_split(mesh.layout, seq),)
+    for layer in module.layers.values():
+        layer.attention.attend = _Attend(layer.attention, mesh, splits)
+
+
+def sample_split(layout: Layout, seq: int) -> Split:
+    """How a sample of `seq` positions lies on the cp ranks: balanced where a ring needs it."""
+    balance = "contiguous" if layout.ulysses == layout.cp else "head-tail"
+    return split((seq,), layout.cp, balance, layout.ulysses)
+
+
+def own_positions(batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
+    """Of whole samples what this rank holds."""
+    if mesh.layout.cp == 1:
+        return list(batches)
+    seq = batches[0].tokens.shape[1]
+    mine = sample_split(mesh.layout, seq).positions(mesh.coordinate["cp"])
+    held = Held(torch.tensor(mine, device=batches[0].tokens.device), seq)
+    return [
+        replace(
+            batch,
+            tokens=batch.tokens[:, held.positions],
+            targets=batch.targets[:, held.positions],
+            held=held,
+        )
+        for batch in batches
+    ]
+
+
+class _Attend:
+    """A layer's attention over the cp ranks, in place of its own."""
+
+    def __init__(self, heads: Heads, mesh: Mesh, splits: tuple[Split, ...]):
+        self.heads, self.mesh, self.splits = heads, mesh, splits
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, _: Context) -> Tensor:
+        heads, mesh = self.heads, self.mesh
+        return context_attention(
+            q,
+            k,
+            v,
+            mesh["ring"],
+            mesh["ulysses"],
+            self.splits,
+            heads.window,
+            heads.scale,
+            heads.softcap,
+            heads.sinks,
+            mesh.layout.cp_method,
+        )
 
 
 def context_attention(

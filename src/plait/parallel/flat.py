@@ -183,6 +183,8 @@ class FlatBucket:
         for axis, start, stop in self.bucket.partial_runs():
             self.mesh[axis].all_reduce(self.whole[start:stop])
         if self.zero == 0:
+            # Context-parallel ranks see other tokens of the same samples.
+            self.mesh["fsdp"].all_reduce(self.grads)
             work = self.mesh["dp_replicate"].all_reduce(self.grads, wait=False)
             self.reduction = (work, self.grads)
             return

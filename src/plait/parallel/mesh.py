@@ -20,8 +20,9 @@ class Mesh:
     Attributes:
         layout, rank: whose mesh it is.
         coordinate: axis -> position of this rank.
-        axes: tp, cp, fsdp, dp_replicate, pp, world, and kv: the tensor-parallel ranks that hold
-            a copy of the same KV head (the ledger counts what it sends as tp).
+        axes: tp, cp and its parts ring and ulysses, fsdp, dp_replicate, pp, world, and kv: the
+            tensor-parallel ranks that hold a copy of the same KV head (the ledger counts what it
+            sends as tp, what the ring sends as cp).
         scope: what the program is doing now, shared by all axes.
     """
 
@@ -48,14 +49,19 @@ def make_mesh(layout: Layout, model: Model, rank: int, device_type: str = "cpu")
     scope, grid = Scope(), dense_grid(layout)
     here = grid.coordinate(rank)
     axes = {
-        name: Axis(name, scope=scope) for name in ("tp", "cp", "fsdp", "dp_replicate", "pp", "kv")
+        name: Axis(name, scope=scope)
+        for name in ("tp", "cp", "ring", "ulysses", "fsdp", "dp_replicate", "pp", "kv")
     }
     axes["world"] = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, scope)
 
     # The DeviceMesh has only axes that are really there: a group of one rank costs its creation
     # and is never used. Its dims run from the slowest axis to the fastest.
-    copies = kv_copies(model, layout)
-    sizes = {a: n for a, n in zip(grid.axes, grid.sizes, strict=True) if n > 1}
+    copies, parts_of = kv_copies(model, layout), {"cp": ("ulysses", "ring")}
+    split = {"ulysses": layout.ulysses, "ring": layout.cp // layout.ulysses}
+    sizes: dict[str, int] = {}
+    for name, size in zip(grid.axes, grid.sizes, strict=True):
+        sizes |= split if name == "cp" else {name: size}
+    sizes = {a: n for a, n in sizes.items() if n > 1}
     if copies > 1:
         whole = sizes.pop("tp")
         heads = {"tp_heads": whole // copies} if whole > copies else {}
@@ -67,6 +73,7 @@ def make_mesh(layout: Layout, model: Model, rank: int, device_type: str = "cpu")
     devices = DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
     def axis(name: str, parts: tuple[str, ...], shown: str = "") -> Axis:
+        parts = tuple(p for part in parts for p in parts_of.get(part, (part,)))
         parts = tuple(n for n in names if n in parts)
         if not parts:
             return Axis(name, scope=scope)
@@ -76,6 +83,10 @@ def make_mesh(layout: Layout, model: Model, rank: int, device_type: str = "cpu")
     for name in ("tp", "cp", "dp_replicate", "pp"):
         axes[name] = axis(name, ("tp_heads", "kv") if name == "tp" and copies > 1 else (name,))
     axes["fsdp"] = axis("fsdp", FLATTENED["fsdp"])
+    axes["ring"], axes["ulysses"] = (
+        axis("ring", ("ring",), shown="cp"),
+        axis("ulysses", ("ulysses",)),
+    )
     if copies > 1:
         axes["kv"] = axis("kv", ("kv",), shown="tp")
     return Mesh(layout, rank, here, axes, scope)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.models.heads import Held
 from plait.parallel import deferred
 from plait.parallel.check import CollectiveMismatch
 from plait.parallel.collectives import Handle
@@ -36,11 +37,12 @@ from plait.schedules.transfers import UNDER_WAY
 @dataclass(frozen=True)
 class MicroBatch:
     """tokens, targets: int64 [samples, seq] (target -1: not valid); index: int64 [samples], the
-    samples' global numbers."""
+    samples' global numbers. held: which positions of the samples these are (all when None)."""
 
     tokens: Tensor
     targets: Tensor
     index: Tensor
+    held: Held | None = None
 
 
 class TransferLost(dist.DistError):
@@ -152,7 +154,7 @@ class _Run:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         with self.scope.during("forward"):
             out = self.chunks[chunk].module(
-                batch.tokens, batch.targets if head else None, batch.index, x
+                batch.tokens, batch.targets if head else None, batch.index, x, batch.held
             )
             if head:
                 # Divided once, by the valid tokens of the whole global batch: so each micro batch

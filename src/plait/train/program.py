@@ -14,6 +14,7 @@ from plait.models.layers import Dropout
 from plait.models.random import initial
 from plait.models.transformer import Transformer
 from plait.parallel.collectives import Scope
+from plait.parallel.context import apply_context_parallel, own_positions
 from plait.parallel.data import DataParallel
 from plait.parallel.deferred import Later
 from plait.parallel.flat import Dtypes
@@ -68,6 +69,7 @@ class Program:
         for c, put_off in later.items():
             module = self.modules[c] = self._slice(c)
             apply_tensor_parallel(module, model, mesh, put_off if self.table.split else None)
+            apply_context_parallel(module, mesh, job.train.seq_len)
             apply_recompute(module, layout, mesh.scope)
         self.engine = DataParallel(
             self.modules,
@@ -117,7 +119,8 @@ class Program:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss of the global batch, summed over all ranks that share it.
 
-        batches: this data-parallel rank's micro batches; with a pipeline as many as the job says.
+        batches: this data-parallel rank's micro batches, whole samples; with a pipeline as many as
+            the job says.
 
         Returns:
             This rank's part of the mean loss (over all ranks it sums to tp times the loss), and
@@ -128,6 +131,7 @@ class Program:
             table = one_f_one_b(1, len(batches))
             actions = table.ranks[0]
         assert len(batches) == table.micro_batches, (len(batches), table.micro_batches)
+        batches = own_positions(batches, self.mesh)
         self.mesh.scope.note("counting the tokens of its micro batches")
         valid = self._count(batches)
         self.engine.begin()
@@ -142,6 +146,7 @@ class Program:
         rank), float64, the same on every rank; weights and gradients are left as they are."""
         table = forward_only(self.table, len(batches))
         actions = with_transfers(table)[self.mesh["pp"].rank]
+        batches = own_positions(batches, self.mesh)
         self.mesh.scope.note("beginning an evaluation")
         valid = self._count(batches)
         for module in self.modules.values():
