@@ -1,5 +1,6 @@
 """Context parallelism: attention over ranks against one masked softmax, and what it sends."""
 
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from plait.parallel.check import make_check
 from plait.parallel.collectives import Axis, Scope
@@ -358,3 +361,59 @@ def test_a_window_shortens_the_ring_and_documents_end_it():
             ("cp", "send", "backward"): (2, 2 * block),
         }
     assert documents == [{}] * 4
+
+
+# ------------------------------------------------------------------------------------------
+# What is held
+
+
+class Held(TorchDispatchMode):
+    """Bytes of all storages made within it, the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "aten":
+            for value in tree_iter(result):
+                if isinstance(value, Tensor):
+                    self._see(value.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.now -= size
+
+
+def held(rank: int, ranks: int, positions: int, way: str) -> int:
+    """The most bytes of a forward and backward with `positions` on each rank."""
+    axis, alone = Axis("cp", ranks, rank, dist.group.WORLD), Axis("cp")
+    ring, ulysses = (alone, axis) if way == "ulysses" else (axis, alone)
+    cut = split((positions * ranks,), ranks, ulysses=ulysses.size)
+    method = "ring" if way == "ulysses" else way
+    with Held() as tracker:
+        leaves = [torch.randn(1, positions, h, 16, requires_grad=True) for h in (8, 8, 8)]
+        y = context_attention(*leaves, ring, ulysses, [cut], method=method)
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    return tracker.most
+
+
+def test_memory_follows_the_positions_of_a_rank_not_those_of_the_sample():
+    def most(ranks: int, positions: int, way: str) -> int:
+        return max(run_ranks(ranks, held, ranks, positions, way))
+
+    for way in ("ring", "ulysses"):
+        assert most(8, 64, way) == pytest.approx(most(4, 64, way), rel=0.01)
+        assert most(4, 128, way) == pytest.approx(2 * most(4, 64, way), rel=0.01)
+    assert most(8, 64, "all-gather") > 1.5 * most(4, 64, "all-gather")
