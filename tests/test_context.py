@@ -1,5 +1,6 @@
 """Context parallelism: attention over ranks against one masked softmax, and what it sends."""
 
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +9,9 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from plait.parallel.check import make_check
 from plait.parallel.collectives import Axis, Scope
@@ -358,3 +362,69 @@ def test_a_window_shortens_the_ring_and_documents_end_it():
             ("cp", "send", "backward"): (2, 2 * block),
         }
     assert documents == [{}] * 4
+
+
+# ------------------------------------------------------------------------------------------
+# What is held
+
+
+class Held(TorchDispatchMode):
+    """Bytes of all storages made within it, the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "aten":
+            for value in tree_iter(result):
+                if isinstance(value, Tensor):
+                    self._see(value.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.now -= size
+
+
+def held(_: int, ranks: int, positions: int, way: str) -> int:
+    """The most bytes of a forward and backward with `positions` on each rank: of the busiest.
+
+    Over a group that sends nothing, so that no thread of gloo's holds a message a little longer.
+    """
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    most = 0
+    for rank in {0, ranks // 2, ranks - 1}:
+        axis, alone = Axis("cp", ranks, rank, dist.group.WORLD), Axis("cp")
+        ring, ulysses = (alone, axis) if way == "ulysses" else (axis, alone)
+        cut = split((positions * ranks,), ranks, ulysses=ulysses.size)
+        method = "ring" if way == "ulysses" else way
+        with Held() as tracker:
+            leaves = [torch.randn(1, positions, 16, 16, requires_grad=True) for _ in range(3)]
+            y = context_attention(*leaves, ring, ulysses, [cut], method=method)
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+        most = max(most, tracker.most)
+    return most
+
+
+def test_memory_follows_the_positions_of_a_rank_not_those_of_the_sample():
+    def most(ranks: int, positions: int, way: str) -> int:
+        return run_ranks(1, held, ranks, positions, way)[0]
+
+    for way in ("ring", "ulysses"):
+        few = most(4, 64, way)
+        assert [most(ranks, 64, way) for ranks in (8, 16)] == [few, few]
+        assert most(4, 128, way) == 2 * few
+    block = 64 * 16 * (16 + 16) * 4  # and its gradients, of every further rank
+    assert most(16, 64, "all-gather") - most(4, 64, "all-gather") == 12 * 2 * block

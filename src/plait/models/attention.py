@@ -279,6 +279,7 @@ class _Attention(torch.autograd.Function):
         o = lse = None
         for some, keys, values in source.blocks(k, v):
             o, lse = _add(o, lse, q, keys, values, some, scores)
+            del keys, values  # the source may need their memory
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
             o, lse = o * (lse - total).exp_()[..., None], total
@@ -328,6 +329,7 @@ def _gradients(
             for call in found:
                 parts = (t[samples] for t in (grad, q, keys, values, o, lse, dq, dkeys, dvalues))
                 _add_gradients(call, *parts, scores)
+        del keys, values, dkeys, dvalues  # the source may need their memory
     return dq, dk, dv
 
 

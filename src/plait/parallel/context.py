@@ -180,28 +180,29 @@ class Ring:
             coming = self._pass_on(held, step)
             yield self.of.plan(self._owner(step)), *_unpack(held, k)
             held = coming.wait()
+            del coming  # what has been sent is let go before the next block is made room for
 
     def gradients(
         self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor
     ) -> Iterator[tuple[Plan, Tensor, Tensor, Tensor, Tensor]]:
-        held, share = _pack(k, v), None
+        held = _pack(k, v)
         before = Coming()  # what the ranks before have found of the gradients of the block in hand
         for step in range(self.of.steps):
-            coming = self._pass_on(held, step)
-            block = self.of.plan(self._owner(step)), *_unpack(held, k)
+            coming, seen = self._pass_on(held, step), self.of.plan(self._owner(step))
             if step == 0:
-                yield *block, dk, dv
+                yield seen, *_unpack(held, k), dk, dv
             else:
                 share = torch.zeros_like(held, dtype=dk.dtype)
-                yield *block, *_unpack(share, k)
-                received = before.wait()
-                if received is not None:
-                    share += received
+                yield seen, *_unpack(held, k), *_unpack(share, k)
+                if step > 1:
+                    share += before.wait()
                 before = self._pass_gradients(share.to(k.dtype), step)
+                del share
             held = coming.wait()
-        received = before.wait()
-        if received is not None:
-            for whole, part in zip((dk, dv), _unpack(received, k), strict=True):
+            del coming
+        mine = before.wait()
+        if mine is not None:
+            for whole, part in zip((dk, dv), _unpack(mine, k), strict=True):
                 whole += part
 
     def _owner(self, step: int) -> int:
