@@ -8,6 +8,8 @@ padding included, an optimizer step in which m micro batches pass through it sen
     ZeRO 2      reduce-scatter of P e_g for each micro batch, all-gather of P e_w once
     ZeRO 3      reduce-scatter of P e_g and two all-gathers of P e_w for each micro batch
     HSDP        moreover an all-reduce over the replicas of the shard, P e_g / shards, once
+    CP          its ranks shard model states with the others (fsdp = dp_shard x cp); under ZeRO 0
+                they all-reduce P e_g among themselves, and then over the replicas
 
 in messages of a bucket each (1910.02054 section 7; FSDP 2304.11277 section 3.2).
 """
@@ -59,7 +61,8 @@ def data_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> Non
             add("tp", "all-reduce", "backward", dtypes.grad, bytes, group, reductions)
 
         if zero == 0:
-            add("dp_replicate", "all-reduce", "backward", dtypes.grad, grads, layout.dp_replicate)
+            for axis, size in (("fsdp", layout.fsdp), ("dp_replicate", layout.dp_replicate)):
+                add(axis, "all-reduce", "backward", dtypes.grad, grads, size)
             continue
         shards = layout.fsdp
         add("fsdp", "reduce-scatter", "backward", dtypes.grad, grads, shards, reductions)

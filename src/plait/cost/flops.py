@@ -68,7 +68,7 @@ def _map(p: Parameter, model: Model, layout: Layout, tokens: int) -> int:
     if len(p.shape) < 2 or not p.name.endswith(".weight"):
         return 0
     products = 2 * tokens * prod(p.shape)
-    if p.split == "experts":
+    if p.expert:
         products = products * model.moe.topk // model.moe.experts
     elif p.split == "kv":
         return products // min(layout.tp, model.kv_heads)

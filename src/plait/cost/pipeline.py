@@ -12,6 +12,7 @@ them to the one that holds the other copy.
 from plait.cost.data import buckets_of
 from plait.cost.dtypes import dtypes_of, size_of
 from plait.cost.ledger import TrafficLedger
+from plait.cost.shapes import local_seq
 from plait.schedules.job import table_of
 from plait.schedules.table import Table
 from plait.spec.buckets import Bucket, zero_stage
@@ -25,7 +26,7 @@ def pipeline_traffic(job: Job, ledger: TrafficLedger) -> None:
     if layout.pp == 1:
         return
     table = table_of(job)
-    rows = layout.micro_batch * job.train.seq_len
+    rows = layout.micro_batch * local_seq(job)
     rows //= layout.tp if layout.sequence_parallel else 1
     message = size_of(dtypes.compute, rows, job.model.hidden)
 

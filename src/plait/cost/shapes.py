@@ -7,13 +7,19 @@ from plait.spec.job import DTYPE_BYTES, Job
 from plait.spec.parameters import kv_copies
 
 
+def local_seq(job: Job) -> int:
+    """Tokens of a sample that a rank holds."""
+    return job.train.seq_len // job.layout.cp
+
+
 @dataclass(frozen=True)
 class Shapes:
     """Sizes of one micro batch on one rank.
 
     Attributes:
         c, a: bytes of a compute element and of an accurate one (at least float32).
-        seq, tokens, rows: tokens of a sample, of a micro batch, of this rank's stream.
+        seq, tokens, rows: tokens of a sample and of a micro batch that are on this rank, and of its
+            part of the residual stream.
         hidden, q, kv, heads, kv_heads, dim, ffn, vocab: widths on this rank.
     """
 
@@ -35,12 +41,13 @@ class Shapes:
     def of(job: Job) -> "Shapes":
         model, layout = job.model, job.layout
         c, tp = DTYPE_BYTES[dtypes_of(job).compute], layout.tp
-        tokens = layout.micro_batch * job.train.seq_len
+        seq = local_seq(job)
+        tokens = layout.micro_batch * seq
         kv_heads = model.kv_heads * kv_copies(model, layout) // tp
         return Shapes(
             c=c,
             a=max(c, 4),
-            seq=job.train.seq_len,
+            seq=seq,
             tokens=tokens,
             rows=tokens // tp if layout.sequence_parallel else tokens,
             hidden=model.hidden,

@@ -1,6 +1,7 @@
 """What tensor and sequence parallelism send. It mirrors `parallel/tensor.py`.
 
-With [T, h] the residual stream of a micro batch (T tokens), messages are of T h elements in the
+With [T, h] the residual stream of a micro batch (T tokens; under context parallelism those that are
+here), messages are of T h elements in the
 compute dtype:
 
                                         forward           backward
@@ -20,6 +21,7 @@ all-gathers more a layer.
 from plait.cost.dtypes import dtypes_of, size_of
 from plait.cost.ledger import TrafficLedger
 from plait.cost.parts import Part
+from plait.cost.shapes import local_seq
 from plait.spec.job import Job
 
 
@@ -28,7 +30,7 @@ def tensor_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> N
     whole parameters left out."""
     model, layout = job.model, job.layout
     dtypes, micro_batches, layers = dtypes_of(job), part.micro_batches, len(part.layers)
-    tokens = layout.micro_batch * job.train.seq_len
+    tokens = layout.micro_batch * local_seq(job)
     stream = size_of(dtypes.compute, tokens, model.hidden)
     scalars = size_of(dtypes.wide, tokens)  # one number for each token
 

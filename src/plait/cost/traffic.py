@@ -1,5 +1,6 @@
 """What the ranks send in an optimizer step: every strategy's formulas together."""
 
+from plait.cost.context import context_traffic
 from plait.cost.data import data_traffic
 from plait.cost.dtypes import size_of
 from plait.cost.ledger import TrafficLedger
@@ -19,6 +20,7 @@ def traffic(job: Job) -> TrafficLedger:
     for stage, parts in enumerate(parts_of(job)):
         for part in parts:
             tensor_traffic(job, ledger, stage, part)
+            context_traffic(job, ledger, stage, part)
             data_traffic(job, ledger, stage, part)
         # Valid tokens of the global batch; then the loss and the squared gradient norm together.
         ledger.add(stage, "world", "all-reduce", "loss", "int64", size_of("int64"), world)

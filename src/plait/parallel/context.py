@@ -31,8 +31,7 @@ from plait.models.heads import Context, Heads, Held
 from plait.parallel.collectives import Axis, Handle
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import MicroBatch
-from plait.spec.layout import Layout
-from plait.spec.sequence import Split, ring_steps, split
+from plait.spec.sequence import Split, ring_steps, sample_split
 
 METHODS = ("ring", "all-gather")
 
@@ -44,12 +43,6 @@ def apply_context_parallel(module: nn.Module, mesh: Mesh, seq: int) -> None:
     splits = (sample_split(mesh.layout, seq),)
     for layer in module.layers.values():
         layer.attention.attend = _Attend(layer.attention, mesh, splits)
-
-
-def sample_split(layout: Layout, seq: int) -> Split:
-    """How a sample of `seq` positions lies on the cp ranks: balanced where a ring needs it."""
-    balance = "contiguous" if layout.ulysses == layout.cp else "head-tail"
-    return split((seq,), layout.cp, balance, layout.ulysses)
 
 
 def own_positions(batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:

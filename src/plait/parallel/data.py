@@ -43,7 +43,6 @@ class Chunk:
     ):
         self.number, self.module, self.buckets = number, module, buckets
         self.model, self.later = model, later
-        self.zero = buckets[0].zero
         self.last = True  # whether this is the step's last micro batch
         self.reducing: FlatBucket | None = None
         self.places: dict[int, tuple[FlatBucket, Entry]] = {}
@@ -106,7 +105,7 @@ class Chunk:
             mine = uses[name]
             done = [b for b in mine if final[id(b)] == name]
             unit.register_forward_pre_hook(self._opener(mine, after))
-            if self.zero == 3:
+            if any(b.zero == 3 for b in self.buckets):
                 unit.register_forward_hook(self._closer(mine, before, done, after))
 
     def _opener(self, mine: list[FlatBucket], following: list[FlatBucket]) -> Callable:
@@ -172,9 +171,9 @@ class Chunk:
             self._reduce(flat)
 
     def _reduce(self, flat: FlatBucket) -> None:
-        if self.last or self.zero >= 2:
+        if self.last or flat.zero >= 2:
             flat.start_reduction()
-            if self.zero >= 2:
+            if flat.zero >= 2:
                 # One whole buffer being filled and one being reduced, never more.
                 if self.reducing is not None:
                     self.reducing.finish_reduction()
@@ -191,7 +190,7 @@ class Chunk:
                 b.close()
                 self._reduce(b)
         for b in self.buckets:
-            if self.zero >= 2:
+            if b.zero >= 2:
                 b.finish_reduction()
             b.accumulated = True
             b.arrived.clear()
@@ -222,11 +221,17 @@ class DataParallel:
         device: str = "cpu",
     ):
         self.model, self.layout, self.mesh, self.table = model, mesh.layout, mesh, table
-        self.zero = zero_stage(mesh.layout)
         self.chunks: dict[int, Chunk] = {}
         for c, module in modules.items():
             buckets = [
-                FlatBucket(b, mesh, self.zero, dtypes, device, len(self._copies(c, b.entries)))
+                FlatBucket(
+                    b,
+                    mesh,
+                    zero_stage(mesh.layout, b.expert),
+                    dtypes,
+                    device,
+                    len(self._copies(c, b.entries)),
+                )
                 for b in make_buckets(
                     model, mesh.layout, bucket_bytes, dtypes.grad.itemsize, chunk=c
                 )
@@ -287,11 +292,9 @@ class DataParallel:
         """After the last micro batch: gradients are summed over all ranks that share them."""
         for b in self.buckets:
             b.finish_reduction()
-        if self.zero:
-            replicas = self.mesh["dp_replicate"]
-            works = [replicas.all_reduce(b.own_grads, wait=False) for b in self.buckets]
-            for work in works:
-                work.wait()
+        works = [b.replicas.all_reduce(b.own_grads, wait=False) for b in self.buckets if b.zero]
+        for work in works:
+            work.wait()
         self._agree()
 
     def publish(self, wait: bool = False) -> None:
@@ -306,11 +309,11 @@ class DataParallel:
 
         Each as (box, index into `segments`, where its elements lie in that segment).
         """
-        tp_rank, first = self.mesh["tp"].rank, 0
+        place, first = self.mesh.place, 0
         for b in self.buckets:
             segments = b.segments()
             for piece in pieces(
-                b.bucket, b.own.start, b.own.stop, self.model, self.layout, tp_rank
+                b.bucket, b.own.start, b.own.stop, self.model, self.layout, place
             ):
                 at = piece.start - b.own.start
                 i = max(i for i, s in enumerate(segments) if s.start <= at)

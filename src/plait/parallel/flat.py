@@ -40,6 +40,7 @@ class Segment:
         weight, grad: [n] views; grad is valid between `finish` and the next backward.
         decay: weight decay applies.
         holders: ranks of the whole world that hold these same elements.
+        by_load: moved by the load of experts: `grad` is no gradient, and has no part in the norm.
     """
 
     start: int
@@ -47,6 +48,7 @@ class Segment:
     grad: Tensor
     decay: bool
     holders: int
+    by_load: bool = False
 
 
 class FlatBucket:
@@ -67,7 +69,13 @@ class FlatBucket:
     ):
         self.bucket, self.mesh, self.zero, self.dtypes = bucket, mesh, zero, dtypes
         self.copies = copies
-        self.shards: Axis = mesh["fsdp"] if zero else Axis("fsdp")
+        # Who holds the same parameters: those over whom states are sharded, and replicas of these.
+        expert = bucket.expert
+        self.sharers: Axis = mesh["edp" if expert else "fsdp"]
+        self.replicas: Axis = mesh["dp_replicate"]
+        if expert and mesh.layout.zero == 0:
+            self.replicas = Axis("dp_replicate")  # then edp is all of them
+        self.shards: Axis = self.sharers if zero else Axis(self.sharers.name)
         n = bucket.size // self.shards.size
         self.own = slice(self.shards.rank * n, (self.shards.rank + 1) * n)
         self.full = torch.zeros(bucket.size, dtype=dtypes.compute, device=device)
@@ -184,8 +192,9 @@ class FlatBucket:
             self.mesh[axis].all_reduce(self.whole[start:stop])
         if self.zero == 0:
             # Context-parallel ranks see other tokens of the same samples.
-            self.mesh["fsdp"].all_reduce(self.grads)
-            work = self.mesh["dp_replicate"].all_reduce(self.grads, wait=False)
+            work = self.sharers.all_reduce(self.grads, wait=self.replicas.size > 1)
+            if self.replicas.size > 1:
+                work = self.replicas.all_reduce(self.grads, wait=False)
             self.reduction = (work, self.grads)
             return
         out = self.grads[self.own] if self.zero < 2 else None
@@ -213,8 +222,8 @@ class FlatBucket:
 
     def segments(self) -> list[Segment]:
         """This rank's weights and gradients as flat stretches."""
-        mesh, own = self.mesh, self.own
-        replicas = mesh["dp_replicate"].size * (1 if self.zero else mesh["fsdp"].size)
+        own = self.own
+        replicas = self.replicas.size * (1 if self.zero else self.sharers.size)
         result = []
         for run in self.bucket.runs:
             start = max(run.start, own.start) - own.start
@@ -222,5 +231,5 @@ class FlatBucket:
             if start < stop:
                 weight, grad = self.master[start:stop], self.own_grads[start:stop]
                 holders = run.copies * replicas * self.copies
-                result.append(Segment(start, weight, grad, run.decay, holders))
+                result.append(Segment(start, weight, grad, run.decay, holders, run.by_load))
         return result

@@ -1,6 +1,7 @@
 """The mesh: the grids of a layout as process groups, one object passed down."""
 
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from plait.parallel.collectives import Axis, Scope
 from plait.spec.grid import FLATTENED, dense_grid
 from plait.spec.layout import Layout
 from plait.spec.model import Model
-from plait.spec.parameters import kv_copies
+from plait.spec.parameters import Place, kv_copies
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Mesh:
     Attributes:
         layout, rank: whose mesh it is.
         coordinate: axis -> position of this rank.
-        axes: tp, cp and its parts ring and ulysses, fsdp, dp_replicate, pp, world, and kv: the
+        axes: of the expert grid etp, ep, edp (what its states are sharded over); tp, cp and its parts ring and ulysses, fsdp, dp_replicate, pp, world, and kv: the
             tensor-parallel ranks that hold a copy of the same KV head (the ledger counts what it
             sends as tp, what the ring sends as cp).
         scope: what the program is doing now, shared by all axes.
@@ -38,6 +39,11 @@ class Mesh:
         at = self.coordinate
         return at["dp_replicate"] * self.layout.dp_shard + at["dp_shard"]
 
+    @property
+    def place(self) -> Place:
+        """Where this rank is on the axes that cut parameters."""
+        return Place(self["tp"].rank, self["etp"].rank, self["ep"].rank)
+
     def __getitem__(self, axis: str) -> Axis:
         return self.axes[axis]
 
@@ -50,7 +56,10 @@ def make_mesh(layout: Layout, model: Model, rank: int, device_type: str = "cpu")
     here = grid.coordinate(rank)
     axes = {
         name: Axis(name, scope=scope)
-        for name in ("tp", "cp", "ring", "ulysses", "fsdp", "dp_replicate", "pp", "kv")
+        for name in (
+            *("tp", "cp", "ring", "ulysses", "fsdp", "dp_replicate", "pp", "kv"),
+            *("etp", "ep", "edp"),
+        )
     }
     axes["world"] = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, scope)
 
@@ -89,4 +98,23 @@ def make_mesh(layout: Layout, model: Model, rank: int, device_type: str = "cpu")
     )
     if copies > 1:
         axes["kv"] = axis("kv", ("kv",), shown="tp")
+    if model.moe is not None:
+        axes |= _expert_axes(layout, device_type, scope)
     return Mesh(layout, rank, here, axes, scope)
+
+
+def _expert_axes(layout: Layout, device_type: str, scope: Scope) -> dict[str, Axis]:
+    """etp, ep and edp: the ranks of a stage, and of a replica of sharded states, tiled anew."""
+    sizes = {"etp": layout.etp, "ep": layout.ep, "edp": layout.expert_shards}
+    sizes["rest"] = layout.world // prod(sizes.values())
+    sizes = {name: n for name, n in sizes.items() if n > 1}
+    names = tuple(reversed(sizes))
+    ranks = torch.arange(layout.world).view([sizes[n] for n in names])
+    devices = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+    return {
+        name: Axis(
+            name, sizes[name], devices.get_local_rank(name), devices.get_group(name), scope
+        )
+        for name in sizes
+        if name != "rest"
+    }

@@ -14,7 +14,7 @@ from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
 from plait.spec.chunks import chunk_layers
 from plait.spec.findings import Finding
-from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid
+from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid, traffic_grid
 from plait.spec.job import Job
 from plait.spec.parameters import active_count, parameter_count
 
@@ -78,7 +78,7 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
         "findings": [asdict(f) for f in findings],
         "fits": (None if job.cluster is None else fits) if legal else False,
         "memory": held,
-        "traffic": _traffic(job, dense) if legal else None,
+        "traffic": _traffic(job) if legal else None,
         "bubble": _bubble(job) if legal else dict.fromkeys(_BUBBLES),
         "time": dict.fromkeys(_TIMES),
         "serving": None,
@@ -130,8 +130,8 @@ def _unknown_memory(job: Job) -> dict[str, Any]:
     return {"device_bytes": device} | dict.fromkeys(unknown)
 
 
-def _traffic(job: Job, grid: Grid) -> list[dict[str, Any]]:
-    ledger = traffic(job)
+def _traffic(job: Job) -> list[dict[str, Any]]:
+    ledger, grid = traffic(job), traffic_grid(job.layout)
     axes = {entry.axis for entry in ledger.entries}
     far = {axis for axis in axes if _leaves_domain(job, grid, axis)}
     return [asdict(row) for row in ledger.rows(inter_node=far)]
@@ -142,6 +142,8 @@ def _leaves_domain(job: Job, grid: Grid, axis: str) -> bool:
     if job.cluster is None:
         return False
     axes = grid.axes if axis == "world" else FLATTENED.get(axis, (axis,))
+    if axis == "fsdp":
+        axes = ("ulysses", *axes)
     # How groups lie in domains repeats with the extent of a group and of a domain.
     extent = max(grid.stride(a) * grid.size(a) for a in axes)
     ranks = range(min(grid.world, lcm(extent, job.cluster.fast_domain)))

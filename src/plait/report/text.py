@@ -136,6 +136,7 @@ def _layout(layout: dict[str, Any]) -> Iterable[str]:
     for axis in ("cp", "pp", "ep", "etp", "dcp"):
         if layout[axis] > 1:
             how = f" with {layout['schedule']}" if axis == "pp" else ""
+            how = _context(layout) if axis == "cp" else how
             yield f"[bold]{axis} {layout[axis]}[/]{how}"
     replicate, shard = layout["dp_replicate"], layout["dp_shard"]
     if replicate > 1 and shard > 1:
@@ -145,6 +146,13 @@ def _layout(layout: dict[str, Any]) -> Iterable[str]:
     yield f"[bold]ZeRO-{layout['zero']}[/]"
     yield f"micro batch {layout['micro_batch']}"
     yield f"recompute {layout['recompute']}"
+
+
+def _context(layout: dict[str, Any]) -> str:
+    """How context parallelism is done."""
+    ulysses, rest = layout["ulysses"], layout["cp"] // layout["ulysses"]
+    ways = [f"ulysses {ulysses}"] * (ulysses > 1) + [f"{layout['cp_method']} {rest}"] * (rest > 1)
+    return f" ({' x '.join(ways)})"
 
 
 # ------------------------------------------------------------------------------------------

@@ -234,7 +234,6 @@ def byte_vocabulary(job: Job) -> Iterator[Finding]:
 # What later versions will do
 
 _UNBUILT_AXES = {
-    "cp": "context parallelism",
     "ep": "expert parallelism",
     "etp": "tensor parallelism inside experts",
     "dcp": "decode context parallelism",
@@ -242,7 +241,7 @@ _UNBUILT_AXES = {
 
 
 def built_axes(job: Job) -> Iterator[Finding]:
-    """Only data, tensor, sequence and pipeline parallelism run so far."""
+    """Only data, tensor, sequence, pipeline and context parallelism run so far."""
     for axis, words in _UNBUILT_AXES.items():
         degree = getattr(job.layout, axis)
         if degree > 1:

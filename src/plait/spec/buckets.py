@@ -16,6 +16,7 @@ from plait.spec.layout import Layout
 from plait.spec.model import Model
 from plait.spec.parameters import (
     Parameter,
+    Place,
     local_box,
     local_shape,
     partial_over,
@@ -48,9 +49,10 @@ class Run:
     """Neighbouring entries that are treated alike: elements [start, stop) of a bucket.
 
     Attributes:
-        partial: ranks over which the gradient must still be summed: "", "tp" or "kv".
+        partial: ranks over which the gradient must still be summed: "", "tp", "kv" or "etp".
         decay: weight decay applies.
         copies: tensor-parallel ranks that hold the same values.
+        by_load: it is no gradient but a load (`Parameter.by_load`).
     """
 
     start: int
@@ -58,6 +60,7 @@ class Run:
     partial: str
     decay: bool
     copies: int
+    by_load: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,21 +82,35 @@ class Bucket:
         return self.entries[-1].stop
 
     @property
+    def expert(self) -> bool:
+        """Whether it holds parameters of experts, which lie on a grid of their own; all or none
+        of its entries do."""
+        return self.entries[0].parameter.expert
+
+    @property
     def units(self) -> tuple[str, ...]:
         """The units whose parameters it holds."""
         return tuple(dict.fromkeys(e.parameter.unit for e in self.entries))
 
     def partial_runs(self) -> Iterator[tuple[str, int, int]]:
-        """("tp" | "kv", start, stop) of the elements whose gradients are partial."""
+        """("tp" | "kv" | "etp", start, stop) of the elements whose gradients are partial."""
         for partial, runs in groupby(self.runs, key=lambda r: r.partial):
             runs = list(runs)
             if partial:
                 yield partial, runs[0].start, runs[-1].stop
 
 
-def zero_stage(layout: Layout) -> int:
-    """The ZeRO stage in effect: with one shard there is nothing to shard."""
-    return layout.zero if layout.fsdp > 1 else 0
+def zero_stage(layout: Layout, expert: bool = False) -> int:
+    """The ZeRO stage in effect: with one shard there is nothing to shard.
+
+    expert: of the experts, whose states lie on other ranks.
+    """
+    return layout.zero if shards_of(layout, expert) > 1 else 0
+
+
+def shards_of(layout: Layout, expert: bool) -> int:
+    """Ranks that share model states, if any are shared."""
+    return layout.expert_shards if expert else layout.fsdp
 
 
 def make_buckets(
@@ -104,15 +121,32 @@ def make_buckets(
     Under ZeRO-3 a bucket is a unit (embedding, one layer, head), for it is gathered and
     released as one. Otherwise parameters are packed from the last to the first until a bucket
     holds about `bucket_bytes` (at least one parameter). A table that the first and the last chunk
-    share is alone in its bucket, so that both cut it in the same pieces.
+    share is alone in its bucket, so that both cut it in the same pieces. Parameters of experts
+    have buckets of their own: other ranks hold the same ones.
     """
     table = list(chunk_parameters(model, layout, chunk))
+    packs = _packs([p for p in table if not p.expert], model, layout, bucket_bytes, element_bytes)
+    packs += _packs([p for p in table if p.expert], model, layout, bucket_bytes, element_bytes)
+    order = {p.name: i for i, p in enumerate(table)}
+    packs.sort(key=lambda pack: -max(order[p.name] for p in pack))
+    return [_bucket(pack, model, layout) for pack in packs]
+
+
+def _packs(
+    table: Sequence[Parameter],
+    model: Model,
+    layout: Layout,
+    bucket_bytes: float,
+    element_bytes: int,
+) -> list[list[Parameter]]:
+    """What goes into a bucket together, from the last to the first."""
     shared = model.tied and layout.pp > 1
+    expert = bool(table) and table[0].expert
 
     def alone(p: Parameter) -> bool:
         return shared and p.name == TABLE
 
-    if zero_stage(layout) == 3:
+    if zero_stage(layout, expert) == 3:
         packs = [list(unit) for _, unit in groupby(table, key=lambda p: (p.unit, alone(p)))][::-1]
     else:
         packs, room = [], 0.0
@@ -127,24 +161,25 @@ def make_buckets(
                 room = bucket_bytes
             packs[-1].insert(0, p)
             room -= need
-    return [_bucket(pack, model, layout) for pack in packs]
+    return packs
 
 
 def _bucket(pack: Sequence[Parameter], model: Model, layout: Layout) -> Bucket:
-    def treatment(p: Parameter) -> tuple[str, bool, int]:
-        return partial_over(p, model, layout), p.decay, tp_copies(p, model, layout)
+    def treatment(p: Parameter) -> tuple[str, bool, int, bool]:
+        return partial_over(p, model, layout), p.decay, tp_copies(p, model, layout), p.by_load
 
     entries, runs, position = [], [], 0
-    for (partial, decay, copies), members in groupby(sorted(pack, key=treatment), key=treatment):
+    for (partial, decay, copies, by_load), members in groupby(sorted(pack, key=treatment), key=treatment):
         start = position
         for p in members:
             entry = Entry(p, local_shape(p, model, layout), position)
             entries.append(entry)
             position = -(-entry.stop // ALIGNMENT) * ALIGNMENT
-        runs.append(Run(start, position, partial, decay, copies))
+        runs.append(Run(start, position, partial, decay, copies, by_load))
     numel = entries[-1].stop
     runs[-1] = Run(runs[-1].start, numel, *treatment(entries[-1].parameter))
-    shards = layout.fsdp if zero_stage(layout) else 1
+    expert = pack[0].expert
+    shards = shards_of(layout, expert) if zero_stage(layout, expert) else 1
     return Bucket(tuple(entries), tuple(runs), -(-numel // shards) * shards)
 
 
@@ -165,14 +200,14 @@ class Piece:
 
 
 def pieces(
-    bucket: Bucket, start: int, stop: int, model: Model, layout: Layout, tp_rank: int
+    bucket: Bucket, start: int, stop: int, model: Model, layout: Layout, place: Place
 ) -> Iterator[Piece]:
     """The boxes of whole parameters that elements [start, stop) of a bucket hold on a rank.
 
     Padding, of buckets and of vocabularies, belongs to no box.
     """
     for entry in bucket.entries:
-        origin, valid = local_box(entry.parameter, model, layout, tp_rank)
+        origin, valid = local_box(entry.parameter, model, layout, place)
         # Only dim 0 is ever padded, so what is valid is a leading stretch of the elements.
         first = max(start - entry.start, 0)
         last = min(stop - entry.start, prod(valid))

@@ -76,6 +76,13 @@ def dense_grid(layout: Layout) -> Grid:
     return Grid(axes, tuple(getattr(layout, axis) for axis in axes))
 
 
+def traffic_grid(layout: Layout) -> Grid:
+    """The dense grid with cp in its two parts, as the ledger names them: ulysses, and cp the rest."""
+    axes = ("tp", "ulysses", "cp", "dp_shard", "dp_replicate", "pp")
+    sizes = {a: getattr(layout, a) for a in axes} | {"cp": layout.cp // layout.ulysses}
+    return Grid(axes, tuple(sizes.values()))
+
+
 def expert_grid(layout: Layout) -> Grid:
     """The grid that experts follow: the same ranks, tiled anew inside each stage."""
     return Grid(("etp", "ep", "edp", "pp"), (layout.etp, layout.ep, layout.edp, layout.pp))

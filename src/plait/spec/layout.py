@@ -80,6 +80,12 @@ class Layout:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks over which the model states of experts are sharded, or with zero 0 copied: the
+        part of edp that does not leave the replicas of sharded states."""
+        return self.edp if self.zero == 0 else self.edp // self.dp_replicate
+
+    @property
     def recomputed(self) -> tuple[str, ...]:
         """Modules recomputed one by one; empty for "none" and "full"."""
         return tuple(self.recompute.partition(":")[2].split(",")) if ":" in self.recompute else ()

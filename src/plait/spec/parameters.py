@@ -8,7 +8,7 @@ these names and shapes.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from plait.spec.layout import Layout
 from plait.spec.model import Model
@@ -20,8 +20,31 @@ from plait.spec.model import Model
 #:   kv       column over KV heads; beyond their number each head lives on several ranks
 #:   sequence whole on every rank; sees this rank's tokens only under sequence parallelism
 #:   heads    whole on every rank; sees this rank's heads only
-#:   experts  an expert's own matrices, on the expert grid
-Split = Literal["column", "row", "vocab", "kv", "sequence", "heads", "experts"]
+#:   router   whole on every rank; sees this rank's share of the tokens only
+#: Those of experts lie on the expert grid: dim 0 is cut over ep, and over etp
+#:   expert-column  dim 1 is cut
+#:   expert-row     dim 2 is cut
+#:   expert-bias    nothing more: added by one of the etp ranks
+Split = Literal[
+    "column",
+    "row",
+    "vocab",
+    "kv",
+    "sequence",
+    "heads",
+    "router",
+    "expert-column",
+    "expert-row",
+    "expert-bias",
+]
+
+
+class Place(NamedTuple):
+    """Where a rank is on the axes that cut parameters."""
+
+    tp: int = 0
+    etp: int = 0
+    ep: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,11 @@ class Parameter:
         return len(self.shape) > 1 and not self.name.endswith(".bias")
 
     @property
+    def expert(self) -> bool:
+        """Whether it is one of the routed experts' own."""
+        return self.split.startswith("expert")
+
+    @property
     def by_load(self) -> bool:
         return self.name.endswith(".router.correction")
 
@@ -78,7 +106,7 @@ def active_count(model: Model, input_table: bool = True) -> int:
     """
     total = parameter_count(model)
     if model.moe:
-        routed = sum(p.numel for p in parameters(model) if p.split == "experts")
+        routed = sum(p.numel for p in parameters(model) if p.expert)
         total -= routed - routed * model.moe.topk // model.moe.experts
     if not input_table and not model.tied:
         total -= model.vocab * model.hidden
@@ -187,23 +215,25 @@ def _mlp(model: Model, name: str, unit: str, ffn: int) -> Iterator[Parameter]:
 def _moe(model: Model, unit: str) -> Iterator[Parameter]:
     name, hidden, moe = f"{unit}.moe", model.hidden, model.moe
     shape = (moe.experts, hidden)
-    yield Parameter(f"{name}.router.weight", shape, unit, "sequence", _normal(model))
+    yield Parameter(f"{name}.router.weight", shape, unit, "router", _normal(model))
     if moe.router_bias:
         bias = (moe.experts,)
-        yield Parameter(f"{name}.router.bias", bias, unit, "sequence", ("constant", 0.0))
+        yield Parameter(f"{name}.router.bias", bias, unit, "router", ("constant", 0.0))
     if moe.correction:
         bias = (moe.experts,)
-        yield Parameter(f"{name}.router.correction", bias, unit, "sequence", ("constant", 0.0))
+        yield Parameter(f"{name}.router.correction", bias, unit, "router", ("constant", 0.0))
     columns = ("gate", "up") if model.gated else ("up",)
     for part in (*columns, "down"):
         outputs, inputs = (hidden, moe.ffn) if part == "down" else (moe.ffn, hidden)
         init = _normal(model, residual=part == "down")
         shape = (moe.experts, outputs, inputs)
-        yield Parameter(f"{name}.experts.{part}.weight", shape, unit, "experts", init)
+        split: Split = "expert-row" if part == "down" else "expert-column"
+        yield Parameter(f"{name}.experts.{part}.weight", shape, unit, split, init)
         if moe.bias:
             bias = (moe.experts, outputs)
             zero = ("constant", 0.0)
-            yield Parameter(f"{name}.experts.{part}.bias", bias, unit, "experts", zero)
+            split = "expert-bias" if part == "down" else "expert-column"
+            yield Parameter(f"{name}.experts.{part}.bias", bias, unit, split, zero)
     if moe.shared:
         ffn = moe.shared_ffn or moe.shared * moe.ffn
         yield from _mlp(model, f"{name}.shared", unit, ffn)
@@ -213,57 +243,72 @@ def _moe(model: Model, unit: str) -> Iterator[Parameter]:
 # What one tensor-parallel rank holds
 
 
+#: Not cut over any axis.
+_WHOLE = ("sequence", "heads", "router")
+#: The dim of an expert's parameter that is cut over etp.
+_EXPERT_DIM = {"expert-column": 1, "expert-row": 2}
+
+
 def kv_copies(model: Model, layout: Layout) -> int:
     """Ranks that hold the same KV head: 1 until tp exceeds the number of KV heads."""
     return max(1, layout.tp // model.kv_heads)
 
 
 def local_box(
-    p: Parameter, model: Model, layout: Layout, tp_rank: int
+    p: Parameter, model: Model, layout: Layout, place: Place
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The part of a parameter on one tensor-parallel rank: (offset, size) in the whole one.
+    """The part of a parameter on one rank: (offset, size) in the whole one.
 
     The size leaves out padding: the last pieces of a padded vocabulary are smaller, even empty.
     """
-    if layout.tp == 1 or p.split in ("sequence", "heads"):
+    if p.expert:
+        size = local_shape(p, model, layout)
+        at = {0: place.ep, _EXPERT_DIM.get(p.split): place.etp}
+        return tuple(at.get(d, 0) * n for d, n in enumerate(size)), size
+    if layout.tp == 1 or p.split in _WHOLE:
         return (0,) * len(p.shape), p.shape
-    assert p.split != "experts", "experts live on the expert grid"
     dim = 1 if p.split == "row" else 0
     copies = kv_copies(model, layout) if p.split == "kv" else 1
     piece = local_shape(p, model, layout)[dim]
-    start = min(tp_rank // copies * piece, p.shape[dim])
+    start = min(place.tp // copies * piece, p.shape[dim])
     size = min(piece, p.shape[dim] - start)
     offset = tuple(start if d == dim else 0 for d in range(len(p.shape)))
     return offset, tuple(size if d == dim else n for d, n in enumerate(p.shape))
 
 
 def local_shape(p: Parameter, model: Model, layout: Layout) -> tuple[int, ...]:
-    """Shape of a parameter on each tensor-parallel rank, padding included; the same on all."""
-    if p.split in ("sequence", "heads"):
+    """Shape of a parameter on each rank, padding included; the same on all."""
+    if p.split in _WHOLE:
         return p.shape
-    assert p.split != "experts" or layout.ep == layout.etp == 1, "experts: not on this grid"
+    if p.expert:
+        pieces = {0: layout.ep, _EXPERT_DIM.get(p.split): layout.etp}
+        return tuple(n // pieces.get(d, 1) for d, n in enumerate(p.shape))
     dim = 1 if p.split == "row" else 0
     pieces = layout.tp // (kv_copies(model, layout) if p.split == "kv" else 1)
-    if p.split == "experts":
-        pieces = 1
     return tuple(-(-n // pieces) if d == dim else n for d, n in enumerate(p.shape))
 
 
 def tp_copies(p: Parameter, model: Model, layout: Layout) -> int:
-    """Tensor-parallel ranks that hold the same values of a parameter."""
-    if p.split in ("sequence", "heads"):
+    """Tensor-parallel ranks that hold the same values of a parameter: of the axis tp, of experts
+    of the axis etp."""
+    if p.split in _WHOLE:
         return layout.tp
+    if p.expert:
+        return layout.etp if p.split == "expert-bias" else 1
     return kv_copies(model, layout) if p.split == "kv" else 1
 
 
-def partial_over(p: Parameter, model: Model, layout: Layout) -> Literal["", "tp", "kv"]:
+def partial_over(p: Parameter, model: Model, layout: Layout) -> Literal["", "tp", "kv", "etp"]:
     """Over which ranks the gradient of a parameter must still be summed after backward.
 
     "tp": each rank of the tp group saw a part (its tokens, its heads); "kv": each rank that
-    holds a copy of a KV head saw the queries of its own heads; "": the gradient is whole.
+    holds a copy of a KV head saw the queries of its own heads; "etp": one of the etp ranks saw all;
+    "": the gradient is whole.
     """
+    if p.expert:
+        return "etp" if p.split == "expert-bias" and layout.etp > 1 else ""
     if layout.tp == 1:
         return ""
-    if p.split == "heads" or (p.split == "sequence" and layout.sequence_parallel):
+    if p.split in ("heads", "router") or (p.split == "sequence" and layout.sequence_parallel):
         return "tp"
     return "kv" if p.split == "kv" and kv_copies(model, layout) > 1 else ""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
+from plait.spec.layout import Layout
+
 Run = tuple[int, int]  # positions from the first up to, but without, the second
 Shard = tuple[Run, ...]  # what one rank holds, in the order in which it holds them
 
@@ -96,6 +98,12 @@ def split(
     # A group has (S + g) // ring positions, its part i (those + i) // ulysses: altogether
     # (S + g + ring * i) // cp, where g + ring * i takes every value below cp once.
     return Split(documents, tuple(p for shard in whole for p in _parts(shard, ulysses)))
+
+
+def sample_split(layout: Layout, seq: int) -> Split:
+    """How a sample of one text lies on the cp ranks: balanced where there is a ring."""
+    balance = "contiguous" if layout.ulysses == layout.cp else "head-tail"
+    return split((seq,), layout.cp, balance, layout.ulysses)
 
 
 def _head_tail(documents: Sequence[int], ranks: int) -> list[Shard]:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from plait.parallel.data import Segment
+from plait.models.moe import correct
+from plait.parallel.flat import Segment
 from plait.spec.job import Train
 
 
@@ -26,7 +27,8 @@ def squared_norm(segments: list[Segment]) -> Tensor:
     world it is the whole, for each element is divided by the number of ranks that hold it."""
     total = torch.zeros((), dtype=torch.float64, device=segments[0].grad.device)
     for s in segments:
-        total += _square(s.grad) / s.holders
+        if not s.by_load:
+            total += _square(s.grad) / s.holders
     return total
 
 
@@ -52,10 +54,12 @@ def apply_update(
     clip: float,
     loss_scale: float,
     learning_rate: float,
+    correction_speed: float = 0.0,
 ) -> None:
     """One optimizer step with gradients / loss_scale, clipped to norm `clip` (0: not clipped).
 
     norm: the norm of the scaled gradients. Where it is not finite nothing is changed.
+    correction_speed: of what is moved by the load of experts (`MoE.correction_speed`).
     """
     factor = torch.full_like(norm, 1 / loss_scale)
     if clip > 0:
@@ -64,6 +68,9 @@ def apply_update(
     optimizer.found_inf = (~norm.isfinite()).float()
     for group, s in zip(optimizer.param_groups, segments, strict=True):
         group["lr"] = learning_rate
+        if s.by_load:
+            correct(s.weight, s.grad * norm.isfinite(), correction_speed)
+            continue
         group["params"][0].grad = s.grad.mul_(factor).to(s.weight.dtype)
     optimizer.step()
     for group in optimizer.param_groups:
