@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.models.layers import Dropout
+from plait.models.moe import correct, mixtures
 from plait.models.random import initial
 from plait.models.transformer import Transformer
 from plait.parallel.check import make_check
@@ -17,7 +18,6 @@ from plait.spec.job import Batch, Job, Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model
 from plait.spec.parameters import parameters
-from plait.train.optimizer import apply_update
 from plait.train.program import MicroBatch, Program
 from plait.train.schedule import learning_rate
 
@@ -95,9 +95,12 @@ def one_process(job: Job) -> Trace:
             spec = table[name]
             p.copy_(initial(spec, job.train.seed, (0,) * len(spec.shape), spec.shape))
     t = job.train
+    learned = {name: p for name, p in named.items() if not table[name].by_load}
+    decay = [p for name, p in learned.items() if table[name].decay]
+    plain = [p for name, p in learned.items() if not table[name].decay]
     groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": t.weight_decay},
-        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": decay, "weight_decay": t.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, lr=t.learning_rate, betas=(t.beta1, t.beta2), eps=t.eps, foreach=False
@@ -105,16 +108,22 @@ def one_process(job: Job) -> Trace:
     losses, norms, gradients = [], [], {}
     for step in range(t.steps):
         batch = global_batch(job, step)
-        loss = module(batch.tokens, batch.targets, batch.index) / (batch.targets >= 0).sum()
+        valid = (batch.targets >= 0).sum()
+        for moe in mixtures(module):
+            moe.scale = 1 / valid.double()
+        loss = module(batch.tokens, batch.targets, batch.index) / valid
         loss.backward()
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in named.items()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), t.clip)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(learned.values(), t.clip)))
         losses.append(loss.item())
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, t)
         optimizer.step()
-        optimizer.zero_grad()
+        for name, p in named.items():
+            if table[name].by_load:
+                correct(p, p.grad, job.model.moe.correction_speed)
+        module.zero_grad()
     return Trace(losses, norms, gradients, {n: p.detach().clone() for n, p in named.items()})
 
 
@@ -134,8 +143,7 @@ def on_rank(rank: int, job: Job, check: bool = False) -> Trace:
         for p, i, s in engine.held()
     ]
     with mesh.scope.during("optimizer"):
-        rate = learning_rate(0, job.train)
-        apply_update(program.optimizer, engine.segments, totals[0][1], job.train.clip, 1.0, rate)
+        program.update(totals[0][1], learning_rate(0, job.train))
         engine.publish()
     for step in range(1, job.train.steps):
         result = program.step(micro_batches(job, mesh, step), step)

@@ -23,11 +23,11 @@ def counts(index: Tensor, experts: int) -> list[int]:
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], adds: bool
     ) -> Tensor:
-        ctx.counts, ctx.bias = counts, bias is not None
+        ctx.counts, ctx.bias, ctx.adds = counts, bias is not None, adds
         ctx.save_for_backward(x, weight)
-        return product(x, weight.transpose(1, 2), counts, bias)
+        return product(x, weight.transpose(1, 2), counts, bias if adds else None)
 
     @staticmethod
     @once_differentiable
@@ -39,8 +39,8 @@ class _Grouped(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(grad, x, ctx.counts)
         if ctx.bias:
-            db = bias_gradient(grad, ctx.counts)
-        return dx, dw, db, None
+            db = bias_gradient(grad, ctx.counts, ctx.adds)
+        return dx, dw, db, None, None
 
 
 def grouped(x: Tensor, bank: nn.Module, counts: list[int]) -> Tensor:
@@ -48,13 +48,13 @@ def grouped(x: Tensor, bank: nn.Module, counts: list[int]) -> Tensor:
 
     Args:
         x: [M, in], the first counts[0] rows for the first expert, and so on; M = sum(counts).
-        bank: its weight [E, out, in] and bias [E, out] or None.
+        bank: its weight [E, out, in], bias [E, out] or None, and whether it `adds` that.
         counts: E numbers on the host; some may be 0.
 
     Returns:
         [M, out].
     """
-    return _Grouped.apply(x, bank.weight, bank.bias, counts)
+    return _Grouped.apply(x, bank.weight, bank.bias, counts, bank.adds)
 
 
 def product(x: Tensor, weight: Tensor, counts: list[int], bias: Tensor | None = None) -> Tensor:
@@ -81,8 +81,10 @@ def weight_gradient(grad: Tensor, x: Tensor, counts: list[int]) -> Tensor:
     return dw
 
 
-def bias_gradient(grad: Tensor, counts: list[int]) -> Tensor:
-    """[M, out] -> [E, out]: the sum over a group's rows."""
+def bias_gradient(grad: Tensor, counts: list[int], adds: bool = True) -> Tensor:
+    """[M, out] -> [E, out]: the sum over a group's rows; zeros where the bias was not added."""
+    if not adds:
+        return grad.new_zeros(len(counts), grad.shape[1])
     return torch.stack([grad[a:b].sum(0) for a, b in _stretches(counts)])
 
 

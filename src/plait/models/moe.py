@@ -82,13 +82,18 @@ def project(x: Tensor, router: nn.Module) -> Tensor:
 
 
 class Bank(nn.Module):
-    """One matrix of each expert: weight [E, out, in], bias [E, out] or None."""
+    """One matrix of each expert: weight [E, out, in], bias [E, out] or None.
+
+    Attributes:
+        adds: whether the bias is added here, and not by another who makes a part of the result.
+    """
 
     def __init__(self, experts: int, outputs: int, inputs: int, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
+        self.adds = True
 
 
 class Experts(nn.Module):

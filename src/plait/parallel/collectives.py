@@ -281,6 +281,37 @@ class _SumBoth(torch.autograd.Function):
         return grad, None
 
 
+class _GatherIn(torch.autograd.Function):
+    """Forward: all-gather along dim 0. Backward: reduce-scatter, for each rank goes on differently
+    with all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather_rows(x)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.scatter_rows(grad)[0], None
+
+
+class _SumBack(torch.autograd.Function):
+    """Forward: nothing. Backward: all-reduce, for each rank goes on differently."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        ctx.axis.all_reduce(grad)
+        return grad, None
+
+
 class _GatherColumns(torch.autograd.Function):
     """Forward: all-gather along the last dim. Backward: this rank's columns of the gradient."""
 
@@ -310,6 +341,16 @@ def scatter_rows(x: Tensor, axis: Axis) -> Tensor:
 def sum_both(x: Tensor, axis: Axis) -> Tensor:
     """Sums x over the axis, forward and in the gradient."""
     return x if axis.size == 1 else _SumBoth.apply(x, axis)
+
+
+def gather_in(x: Tensor, axis: Axis) -> Tensor:
+    """All ranks' rows, for a region in which each rank does a part of every row."""
+    return x if axis.size == 1 else _GatherIn.apply(x, axis)
+
+
+def sum_back(x: Tensor, axis: Axis) -> Tensor:
+    """x, which is the same on all ranks, for such a region (Megatron's f)."""
+    return x if axis.size == 1 else _SumBack.apply(x, axis)
 
 
 def gather_columns(x: Tensor, axis: Axis) -> Tensor:

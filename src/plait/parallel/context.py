@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plait.models import kernels
-from plait.models.attention import AtHand, Plan, attend, calls, make_scores, plan
+from plait.models.attention import AtHand, Plan, attend, make_scores, plan
 from plait.models.heads import Context, Heads, Held
 from plait.parallel.collectives import Axis, Handle
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import MicroBatch
+from plait.spec.calls import calls
 from plait.spec.sequence import Split, ring_steps, sample_split
 
 METHODS = ("ring", "all-gather")

@@ -312,9 +312,7 @@ class DataParallel:
         place, first = self.mesh.place, 0
         for b in self.buckets:
             segments = b.segments()
-            for piece in pieces(
-                b.bucket, b.own.start, b.own.stop, self.model, self.layout, place
-            ):
+            for piece in pieces(b.bucket, b.own.start, b.own.stop, self.model, self.layout, place):
                 at = piece.start - b.own.start
                 i = max(i for i, s in enumerate(segments) if s.start <= at)
                 at -= segments[i].start

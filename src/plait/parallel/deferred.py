@@ -51,14 +51,14 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.later, ctx.owner, ctx.axis = later, owner, axis
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+        return F.linear(x, weight.to(x.dtype))  # a router's input is more accurate
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         later, owner, axis = ctx.later, ctx.owner, ctx.axis
-        dx = grad @ weight
+        dx = grad @ weight.to(grad.dtype)
         if later.queue is None:
             return dx, grad.t() @ x, None, None, None
         x = x.detach()  # as saved it would hold the whole graph

@@ -46,7 +46,7 @@ def apply_expert_parallel(module: Transformer, mesh: Mesh, later: Later | None) 
             moe.experts.grouped = partial(grouped, later=later)
             moe.router.project = partial(project, later=later)
         if mesh["etp"].rank > 0:  # the sum over etp has the bias once
-            moe.experts.down.lends_bias = False
+            moe.experts.down.adds = False
         if mesh["tp"].size > 1 and not mesh.layout.sequence_parallel:
             moe.forward = partial(_own_part, moe, mesh["tp"])
 
@@ -296,7 +296,7 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.bank, ctx.counts, ctx.later, ctx.biased = bank, counts, later, bias is not None
         ctx.save_for_backward(x, weight)
-        return product(x, weight.transpose(1, 2), counts, bias)
+        return product(x, weight.transpose(1, 2), counts, bias if bank.adds else None)
 
     @staticmethod
     @once_differentiable
@@ -306,14 +306,14 @@ class _Grouped(torch.autograd.Function):
         grad = grad.contiguous()
         dx = product(grad, weight, counts)
         if later.queue is None:
-            db = bias_gradient(grad, counts) if ctx.biased else None
+            db = bias_gradient(grad, counts, bank.adds) if ctx.biased else None
             return dx, weight_gradient(grad, x, counts), db, None, None, None
         x, biased = x.detach(), ctx.biased  # as saved it would hold the whole graph
 
         def make() -> None:
             later.deliver(bank.weight, weight_gradient(grad, x, counts))
             if biased:
-                later.deliver(bank.bias, bias_gradient(grad, counts))
+                later.deliver(bank.bias, bias_gradient(grad, counts, bank.adds))
 
         later.queue.append(make)
         return dx, None, None, None, None, None
@@ -321,7 +321,7 @@ class _Grouped(torch.autograd.Function):
 
 def grouped(x: Tensor, bank: nn.Module, counts: list[int], later: Later) -> Tensor:
     """See `models.grouped.grouped`."""
-    return _Grouped.apply(x, bank.weight, bank.added, bank, counts, later)
+    return _Grouped.apply(x, bank.weight, bank.bias, bank, counts, later)
 
 
 def project(x: Tensor, router: nn.Module, later: Later) -> Tensor:

@@ -21,7 +21,8 @@ class Mesh:
     Attributes:
         layout, rank: whose mesh it is.
         coordinate: axis -> position of this rank.
-        axes: of the expert grid etp, ep, edp (what its states are sharded over); tp, cp and its parts ring and ulysses, fsdp, dp_replicate, pp, world, and kv: the
+        axes: tp, cp and its parts ring and ulysses, fsdp, dp_replicate, pp, world; of the expert
+            grid etp, ep and edp (over which states of experts are sharded); and kv: the
             tensor-parallel ranks that hold a copy of the same KV head (the ledger counts what it
             sends as tp, what the ring sends as cp).
         scope: what the program is doing now, shared by all axes.
@@ -112,9 +113,7 @@ def _expert_axes(layout: Layout, device_type: str, scope: Scope) -> dict[str, Ax
     ranks = torch.arange(layout.world).view([sizes[n] for n in names])
     devices = DeviceMesh(device_type, ranks, mesh_dim_names=names)
     return {
-        name: Axis(
-            name, sizes[name], devices.get_local_rank(name), devices.get_group(name), scope
-        )
+        name: Axis(name, sizes[name], devices.get_local_rank(name), devices.get_group(name), scope)
         for name in sizes
         if name != "rest"
     }

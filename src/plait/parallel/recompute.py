@@ -26,7 +26,7 @@ def apply_recompute(module: nn.Module, layout: Layout, scope: Scope) -> None:
         if layout.recompute == "full":
             layer.forward = _recomputed(layer.forward, scope)
         for name, child in layer.named_children():
-            kind = "norm" if name.endswith("norm") else name
+            kind = "norm" if name.endswith("norm") else {"moe": "mlp"}.get(name, name)
             if kind in layout.recomputed:
                 child.forward = _recomputed(child.forward, scope)
 

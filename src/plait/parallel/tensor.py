@@ -8,6 +8,7 @@ left by an all-reduce. Backward is the mirror. The modules' weights are already 
 (`spec/parameters.py` says which); here only their arithmetic is rewritten.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from plait.parallel.collectives import (
     Axis,
     Done,
     gather_columns,
+    gather_in,
     reduce_out,
     scatter_rows,
+    sum_back,
     sum_both,
 )
 from plait.parallel.deferred import Later
@@ -42,10 +45,15 @@ def apply_tensor_parallel(
         return
     columns = FanOut(axis, rows, later)
     for layer in module.layers.values():
-        attention, mlp = layer.attention, layer.mlp
-        attention.fan_out = mlp.fan_out = columns
+        attention, mlp = layer.attention, layer.moe.shared if layer.mlp is None else layer.mlp
+        attention.fan_out = columns
         attention.o = RowParallel(attention.o, axis, rows, later)
-        mlp.down = RowParallel(mlp.down, axis, rows, later)
+        if model.mla is not None:
+            attention.latents = FanOut(Axis("tp"), False, later)  # whole on every rank
+            attention.spread = partial(gather_in if rows else sum_back, axis=axis)
+        if mlp is not None:
+            mlp.fan_out = columns
+            mlp.down = RowParallel(mlp.down, axis, rows, later)
         if model.qk_norm == "full" and axis.size > 1:
             copies = mesh["kv"].size
             attention.q_norm = ShardedNorm(attention.q_norm, axis, 1)

@@ -169,13 +169,13 @@ def _bucket(pack: Sequence[Parameter], model: Model, layout: Layout) -> Bucket:
         return partial_over(p, model, layout), p.decay, tp_copies(p, model, layout), p.by_load
 
     entries, runs, position = [], [], 0
-    for (partial, decay, copies, by_load), members in groupby(sorted(pack, key=treatment), key=treatment):
+    for alike, members in groupby(sorted(pack, key=treatment), key=treatment):
         start = position
         for p in members:
             entry = Entry(p, local_shape(p, model, layout), position)
             entries.append(entry)
             position = -(-entry.stop // ALIGNMENT) * ALIGNMENT
-        runs.append(Run(start, position, partial, decay, copies, by_load))
+        runs.append(Run(start, position, *alike))
     numel = entries[-1].stop
     runs[-1] = Run(runs[-1].start, numel, *treatment(entries[-1].parameter))
     expert = pack[0].expert

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from plait.models.layers import Dropout
+from plait.models.moe import mixtures
 from plait.models.random import initial
 from plait.models.transformer import Transformer
 from plait.parallel.collectives import Scope
 from plait.parallel.context import apply_context_parallel, own_positions
 from plait.parallel.data import DataParallel
 from plait.parallel.deferred import Later
+from plait.parallel.expert import apply_expert_parallel
 from plait.parallel.flat import Dtypes
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import MicroBatch, Pipeline
@@ -69,6 +71,7 @@ class Program:
         for c, put_off in later.items():
             module = self.modules[c] = self._slice(c)
             apply_tensor_parallel(module, model, mesh, put_off if self.table.split else None)
+            apply_expert_parallel(module, mesh, put_off if self.table.split else None)
             apply_context_parallel(module, mesh, job.train.seq_len)
             apply_recompute(module, layout, mesh.scope)
         self.engine = DataParallel(
@@ -134,6 +137,9 @@ class Program:
         batches = own_positions(batches, self.mesh)
         self.mesh.scope.note("counting the tokens of its micro batches")
         valid = self._count(batches)
+        for module in self.modules.values():
+            for moe in mixtures(module):
+                moe.scale = loss_scale / valid.double()
         self.engine.begin()
         mean_loss = self.pipeline.run(actions, table.place, batches, valid, loss_scale)
         self.mesh.scope.note("waiting for the sums of gradients")
@@ -180,6 +186,13 @@ class Program:
             self.mesh["world"].all_reduce(both)
         return both[0], both[1].sqrt()
 
+    def update(self, norm: Tensor, rate: float, loss_scale: float = 1.0) -> None:
+        """The optimizer's step, for a norm of the scaled gradients."""
+        moe, clip = self.job.model.moe, self.job.train.clip
+        speed = moe.correction_speed if moe else 0.0
+        segments = self.engine.segments
+        apply_update(self.optimizer, segments, norm, clip, loss_scale, rate, speed)
+
     def step(
         self, batches: Sequence[MicroBatch], number: int, loss_scale: float = 1.0
     ) -> StepResult:
@@ -193,7 +206,7 @@ class Program:
         rate = learning_rate(number, train)
         self.mesh.scope.note("in the optimizer, or gathering its weights")
         with self.mesh.scope.during("optimizer"):
-            apply_update(self.optimizer, self.engine.segments, norm, train.clip, loss_scale, rate)
+            self.update(norm, rate, loss_scale)
             self.engine.publish()
         return StepResult(loss, norm / loss_scale, valid)
 
