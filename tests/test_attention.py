@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.models import kernels
-from plait.models.attention import Call, attention, calls, merge
+from plait.models.attention import attention, merge
 from plait.models.kernels import Scores
+from plait.spec.calls import Call, calls
 
 
 def mask(seq: int, documents: tuple[int, ...], window: int | None) -> Tensor:

@@ -6,6 +6,7 @@ compute dtype, a of an accurate one. "Keeps" is what autograd holds until the mo
 the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
+from plait.cost.context import Core
 from plait.cost.maps import Maps
 from plait.cost.parts import Part
 from plait.cost.tape import Tape
@@ -22,6 +23,7 @@ class Chunk(Maps):
     def __init__(self, job: Job, part: Part, split: bool):
         super().__init__(job, part, split)
         self.coarse = self.s.c < self.s.a
+        self.core = Core(job) if job.layout.cp > 1 else None  # attention over the cp ranks
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
         self.given = False  # the gradient of the stream is somebody else's, to the end
         self.owed = 0  # bytes of that gradient, once it has been used
@@ -118,13 +120,14 @@ class Chunk(Maps):
         of those that are let go after forward. Rotations keep their tables, and what is recomputed
         all that it was given."""
         s, tape, model = self.s, self.tape, self.model
-        passing, tables = 8 * (s.seq + s.tokens), 0
+        # Under context parallelism positions are there already.
+        passing, tables = 8 * (s.tokens + (0 if self.core else s.seq)), 0
         tape.take(passing)
         if model.positions == "rope":
             tape.spike((12 * s.seq + s.c * s.seq // 2) * s.dim)  # angles, sines in float64
             tables = 2 * s.c * s.seq * s.dim * (1 if model.rope_local_theta is None else 2)
             tape.take(tables)
-        if model.window is not None and s.seq > model.window:
+        if self.core is None and model.window is not None and s.seq > model.window:
             # One for all layers; made from distances, int64, and two conditions.
             tape.spike(11 * s.seq * s.seq)
             tape.take(s.seq * s.seq)
@@ -186,16 +189,24 @@ class Chunk(Maps):
             tape.drop(q + kv)
         if self.masked(i):  # as numbers, in the compute dtype
             tape.take(s.c * s.seq * s.seq)
-        tape.take(q + s.a * heads)
+        if self.core:
+            self.core.forward(tape, i, keep)
+        else:
+            tape.take(q + s.a * heads)
         if not stop:
             self.leave(model.o_bias)
+        if self.core:
+            tape.drop(self.core.given)
         if not keep:
-            tape.drop(self.attention_keeps(i))
+            early = self.core.keeps if self.core and self.core.given else 0
+            tape.drop(self.attention_keeps(i) - early)
 
     def attention_keeps(self, i: int) -> int:
         """Queries, keys, values, the output, log-sum-exps; what norms of queries and keys keep."""
         s = self.s
         n = s.c * s.tokens * (2 * s.q + 2 * s.kv) + s.a * s.tokens * s.heads
+        if self.core:
+            n = self.core.keeps + self.core.output
         return n + self.qk_norms_keep() + (s.c * s.seq * s.seq if self.masked(i) else 0)
 
     def qk_norms_keep(self) -> int:
@@ -218,17 +229,21 @@ class Chunk(Maps):
 
     def masked(self, i: int) -> bool:
         """A window shorter than the sample needs a mask, [seq, seq]."""
-        return not self.model.is_full_attention(i) and self.s.seq > self.model.window
+        windowed = not self.model.is_full_attention(i) and self.s.seq > self.model.window
+        return windowed and self.core is None
 
     def attention_backward(self, name: str, i: int) -> None:
         """Leaves the input's gradient; the output's is the caller's."""
         s, tape, model = self.s, self.tape, self.model
         q, kv = s.c * s.tokens * s.q, s.c * s.tokens * s.kv
-        self.leave_backward(f"{name}.o", s.q, 0)
-        tape.take(q + 2 * kv)
-        tape.drop(q)
-        output = q if self.queue is not None else 0  # which the output map keeps
-        tape.drop(self.attention_keeps(i) - self.qk_norms_keep() - output)
+        self.leave_backward(f"{name}.o", s.q, self.core.output if self.core else 0)
+        if self.core:
+            self.core.backward(tape, i, self.queue is not None)
+        else:
+            tape.take(q + 2 * kv)
+            tape.drop(q)
+            output = q if self.queue is not None else 0  # which the output map keeps
+            tape.drop(self.attention_keeps(i) - self.qk_norms_keep() - output)
         if model.positions == "rope":
             tape.spike(2 * kv)
             tape.spike(2 * q)

@@ -5,23 +5,27 @@ heads (under tensor parallelism this rank's; KV heads copied where Ulysses has m
 there are), a layer sends for each micro batch, in the compute dtype,
 
                   forward                                backward
-    ring          s - 1 messages of T (k + v)            2 (s - 1): gradients follow what they are of
+    ring          s - 1 messages of T (k + v)            2 (s - 1): gradients go where blocks go
     all-gather    an all-gather of n T (k + v)           the same, and a reduce-scatter
     Ulysses       all-to-alls of T (q + k + v) and T q   the same
 
-of a ring of n = cp / ulysses ranks, of which a query sees s blocks (n, or fewer under a window).
-Ring: Liu et al. 2310.01889 section 3. All-gather: Llama 3, 2407.21783, section 3.3.2. Ulysses: Jacobs et al.
-2309.14509 section 3.1; inside of one of the others (2405.07719) as written: a group of `ulysses`
-ranks holds as many times the positions and as many times fewer heads.
+in a ring of n = cp / ulysses ranks, of which one looks at s blocks (n; fewer under a window).
+Ring: Liu et al. 2310.01889, section 3. All-gather: Llama 3, 2407.21783, section 3.3.2. Ulysses:
+Jacobs et al. 2309.14509, section 3.1. Inside of one of the others (2405.07719) the same formulas
+hold: a group of `ulysses` ranks has as many times the positions, and each the fewer heads.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from plait.cost.dtypes import dtypes_of, size_of
 from plait.cost.ledger import TrafficLedger
 from plait.cost.parts import Part
 from plait.cost.shapes import Shapes
+from plait.cost.tape import Tape
+from plait.spec.calls import Call, calls
 from plait.spec.job import Job
 from plait.spec.layout import Layout
 from plait.spec.sequence import ring_steps, sample_split
@@ -51,10 +55,14 @@ class Widths:
         return Widths(copies, s.q, copies * s.kv, job.layout.cp // ulysses, ulysses)
 
 
+def window_of(job: Job, layer: int) -> int | None:
+    """How far a layer's queries look back (None: to the beginning)."""
+    return None if job.model.is_full_attention(layer) else job.model.window
+
+
 def steps(job: Job, layer: int) -> int:
     """Blocks that a rank of the ring looks at in a layer, its own included."""
-    window = None if job.model.is_full_attention(layer) else job.model.window
-    return _steps(job.layout, job.train.seq_len, window)
+    return _steps(job.layout, job.train.seq_len, window_of(job, layer))
 
 
 @lru_cache(maxsize=64)
@@ -81,11 +89,9 @@ def context_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> 
         for phase in passes:
             back = phase == "backward"
 
-            def add(
-                axis: str, collective: str, bytes: int, size: int, count: int = 1, phase: str = phase
-            ) -> None:
+            def add(axis: str, collective: str, bytes: int, size: int, count: int = 1) -> None:
                 count *= part.micro_batches
-                ledger.add(stage, axis, collective, phase, dtype, bytes, size, count)
+                ledger.add(stage, axis, collective, phase, dtype, bytes, size, count)  # noqa: B023
 
             for bytes in heads:
                 add("ulysses", "all-to-all", bytes, w.ulysses)
@@ -95,3 +101,261 @@ def context_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> 
             add("cp", "all-gather", w.ring * kv, w.ring)
             if back:
                 add("cp", "reduce-scatter", w.ring * kv, w.ring)
+
+
+# ------------------------------------------------------------------------------------------
+# Memory
+
+
+def fullest(layout: Layout) -> int:
+    """The position in the ring of the rank that holds most for a moment.
+
+    What a rank keeps is the same for all; what a call of the kernel makes is not. The second one
+    looks at a block before its own, with all its queries, and at blocks behind, with half of them.
+    """
+    return min(1, layout.cp // layout.ulysses - 1)
+
+
+class Core:
+    """Attention over the cp ranks, from queries, keys and values to its output, on a tape.
+
+    Of a layer, c bytes of a compute element and a of an accurate one, it keeps for backward
+
+        without Ulysses    c T (q + k + v), the output c T q, log-sum-exps a T heads
+        with it            the same for all positions of some heads, and the output once more when
+                           it is back, which the next map keeps
+
+    and has in flight two blocks of keys and values, in backward two of their gradients too; or
+    all of the ring's at once, gathered.
+    """
+
+    def __init__(self, job: Job):
+        self.job, self.s, self.w = job, Shapes.of(job), Widths.of(job)
+        s, w = self.s, self.w
+        self.several = job.layout.micro_batch > 1
+        self.coarse = s.c < s.a
+        self.q, self.kv = s.c * s.tokens * w.q, s.c * s.tokens * w.kv
+        self.wide_q, self.wide_kv = s.a * s.tokens * w.q, s.a * s.tokens * w.kv
+        self.lse = s.a * s.tokens * s.heads
+        #: Before Ulysses: queries, keys and values of all heads.
+        self.given = s.c * s.tokens * (s.q + 2 * s.kv) if w.ulysses > 1 else 0
+
+    @property
+    def output(self) -> int:
+        """Bytes of the output that the next map keeps, beside the one that attention keeps."""
+        return self.q if self.w.ulysses > 1 else 0
+
+    @property
+    def keeps(self) -> int:
+        """What attention keeps, its inputs included."""
+        return 2 * self.q + 2 * self.kv + self.lse
+
+    # -- forward
+
+    def forward(self, tape: Tape, layer: int, keep: bool) -> None:
+        """Leaves what is kept, and with Ulysses the output beside it; what it was given is alive
+        until the caller lets it go."""
+        w, calls = self.w, _calls(self.job, layer)
+        if w.ulysses > 1:
+            self._to_heads(tape)
+        n, block, kind = steps(self.job, layer), 2 * self.kv, "buffers"
+        if w.ring == 1:
+            self._own(tape, calls)
+        elif self.job.layout.cp_method == "ring":
+            kind = "buffers" if n > 1 else ""
+            tape.take(block, kind)
+            tape.take(block if n > 1 else 0, kind)
+            self._own(tape, calls)
+            for step in range(1, n):
+                tape.take(0 if step + 1 == n else block, kind)
+                tape.drop(block, kind)
+                self._others(tape, calls)
+        else:
+            self._gather(tape)
+            self._own(tape, calls)
+            self._others(tape, calls)
+            block *= w.ring
+        if self.coarse:
+            tape.take(self.q)
+            tape.drop(self.wide_q)
+        tape.drop(block if w.ring > 1 else 0, kind)
+        if w.ulysses > 1:
+            self._to_sequence(tape)
+            tape.drop(0 if keep else self.keeps)
+
+    def _own(self, tape: Tape, calls: "_Calls") -> None:
+        """Leaves the output over this rank's own keys, accurate."""
+        if calls.single:
+            tape.take(self.q + self.lse)
+            if self.coarse:
+                tape.take(self.wide_q)
+                tape.drop(self.q)
+            return
+        tape.take(self.wide_q + self.lse)
+        self._pieces(tape, calls.own)
+
+    def _others(self, tape: Tape, calls: "_Calls") -> None:
+        self._pieces(tape, calls.others)
+
+    def _pieces(self, tape: Tape, calls: Iterable[Call]) -> None:
+        """What calls make and what merging makes of it: two outputs weighted, their sum, four
+        numbers a row."""
+        s, heads = self.s, self.w.q // self.s.dim
+        for kind, q0, q1, k0, k1 in calls:
+            rows = (q1 - q0) * self._batch
+            piece = rows * (s.c * self._width_q + s.a * heads // self.w.ulysses)
+            merged = rows * s.a * (3 * self._width_q + 4 * heads // self.w.ulysses)
+            turned = 0
+            if kind == "anti":
+                keys = (k1 - k0) * self._batch * 2 * self._width_kv
+                turned = piece + s.c * (rows * self._width_q + keys)
+            tape.spike(piece + merged + turned)
+
+    @property
+    def _batch(self) -> int:
+        return self.job.layout.micro_batch
+
+    @property
+    def _width_q(self) -> int:
+        return self.w.q // self.w.ulysses
+
+    @property
+    def _width_kv(self) -> int:
+        return self.w.kv // self.w.ulysses
+
+    def _gather(self, tape: Tape) -> None:
+        """Leaves the blocks of all ranks of the ring."""
+        with tape.during(2 * self.kv):
+            tape.take(2 * self.kv * self.w.ring, "buffers")
+
+    def _to_heads(self, tape: Tape) -> None:
+        """Leaves all positions of some heads beside what was given."""
+        heads = self.q + 2 * self.kv
+        copies = 2 * self.kv if self.w.copies > 1 else 0
+        with tape.during(copies + heads), tape.during(heads):
+            tape.take(heads)
+            if self.several:
+                tape.spike(heads)
+
+    def _to_sequence(self, tape: Tape) -> None:
+        """Leaves own positions of all heads beside the output."""
+        with tape.during(self.q):
+            tape.spike(self.q if self.several else 0)
+            tape.take(self.q)
+
+    # -- backward
+
+    def backward(self, tape: Tape, layer: int, later: bool) -> None:
+        """Turns the output's gradient into those of what was given; drops what was kept.
+
+        later: the output map's weight gradient is put off.
+        """
+        w = self.w
+        if w.ulysses > 1:
+            with tape.during(self.q), tape.during(self.q if self.several else 0):
+                tape.take(self.q)
+            tape.drop(self.q)
+        calls = _calls(self.job, layer)
+        if w.ring == 1 and calls.single:
+            tape.take(self.q + 2 * self.kv)
+        else:
+            tape.take(self.wide_q + 2 * self.wide_kv)
+            self._block_gradients(tape, layer, calls)
+            if self.coarse:
+                tape.take(self.q + 2 * self.kv)
+                tape.drop(self.wide_q + 2 * self.wide_kv)
+        output = self.q if later and not self.output else 0  # which that map keeps
+        tape.drop(self.q + self.keeps - output)
+        if w.ulysses > 1:
+            self._gradients_to_sequence(tape)
+
+    def _block_gradients(self, tape: Tape, layer: int, calls: "_Calls") -> None:
+        """Gradients of one block of keys after the other."""
+        w, n, block, wide = self.w, steps(self.job, layer), 2 * self.kv, 2 * self.wide_kv
+        if w.ring == 1:
+            self._piece_gradients(tape, calls.own)
+        elif self.job.layout.cp_method == "ring":
+            kind = "buffers" if n > 1 else ""
+            sent = block if self.coarse else 0  # a share in the dtype of messages, if that differs
+            tape.take(block, kind)
+            tape.take(block if n > 1 else 0, kind)
+            self._piece_gradients(tape, calls.own)
+            for step in range(1, n):
+                tape.take(0 if step + 1 == n else block, kind)
+                tape.take(wide)
+                tape.drop(block, kind)
+                tape.drop(wide if step > 1 and self.coarse else 0)
+                self._piece_gradients(tape, calls.others)
+                tape.drop(block if step > 2 else 0, kind)  # what came two steps before
+                tape.take(sent + block, kind)
+                if step > 1:
+                    tape.drop(sent, kind)
+                    tape.drop(0 if self.coarse else wide)
+            if n > 1:
+                tape.drop(wide)
+                tape.drop(sent + block + (block if n > 2 else 0), kind)
+            tape.drop(block, kind)
+        else:
+            self._gather(tape)
+            self._piece_gradients(tape, calls.own)
+            tape.take(wide * w.ring)
+            self._piece_gradients(tape, calls.others)
+            with tape.during(block * w.ring if self.coarse else 0, "buffers"):
+                tape.take(block)
+            tape.drop(block * w.ring, "buffers")
+            tape.drop(block + wide * w.ring)
+
+    def _piece_gradients(self, tape: Tape, calls: Iterable[Call]) -> None:
+        s, heads = self.s, self.w.q // self.s.dim // self.w.ulysses
+        for kind, q0, q1, k0, k1 in calls:
+            rows, keys = (q1 - q0) * self._batch, (k1 - k0) * self._batch
+            shares = s.c * (rows * self._width_q + keys * 2 * self._width_kv)
+            turned = 0
+            if kind == "anti":
+                turned = 2 * shares + s.c * rows * 2 * self._width_q + s.a * rows * heads
+            tape.spike(shares + turned)
+
+    def _gradients_to_sequence(self, tape: Tape) -> None:
+        """Turns gradients of all positions of some heads into those of own positions."""
+        s, heads = self.s, self.q + 2 * self.kv
+        with tape.during(heads), tape.during(heads if self.several else 0):
+            tape.take(heads)
+        tape.take(heads)  # of queries, keys and values by themselves
+        if self.w.copies > 1:
+            own = s.tokens * s.kv
+            for _ in ("keys", "values"):
+                tape.take(s.a * own)
+                if self.coarse:
+                    tape.take(s.c * own)
+                    tape.drop(s.a * own)
+            tape.drop(2 * self.kv)
+        tape.drop(2 * heads)
+
+
+class _Calls(NamedTuple):
+    """The calls of the fullest rank of a ring: with its own keys, with the others'; whether the
+    first is a single one."""
+
+    own: tuple[Call, ...]
+    others: tuple[Call, ...]
+
+    @property
+    def single(self) -> bool:
+        return len(self.own) == 1
+
+
+def _calls(job: Job, layer: int) -> _Calls:
+    return _calls_of(job.layout, job.train.seq_len, window_of(job, layer))
+
+
+@lru_cache(maxsize=64)
+def _calls_of(layout: Layout, seq: int, window: int | None) -> _Calls:
+    """Of calls of the same form one."""
+    cut, mine = sample_split(layout, seq).joined(layout.ulysses), fullest(layout)
+    found = [calls(cut.shards[mine], keys, cut.documents, window) for keys in cut.shards]
+    own = found.pop(mine)
+
+    def forms(some: Iterable[Call]) -> tuple[Call, ...]:
+        return tuple({(c.kind, c.q1 - c.q0, c.k1 - c.k0): c for c in some}.values())
+
+    return _Calls(own if len(own) == 1 else forms(own), forms(c for f in found for c in f))

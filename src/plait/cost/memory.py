@@ -28,6 +28,7 @@ from plait.cost.dtypes import dtypes_of
 from plait.cost.ledger import StageMemory
 from plait.cost.parts import parts_of
 from plait.cost.pipeline import shared
+from plait.cost.shapes import local_seq
 from plait.cost.step import Step, plain
 from plait.cost.tape import MOMENTS, Tape
 from plait.schedules.job import table_of
@@ -55,7 +56,7 @@ def memory_by_stage(job: Job) -> Iterator[list[StageMemory]]:
         buckets = [b for part in parts for b in buckets_of(job, part.chunk)]
         tape = Tape(states(job, buckets))
         step = Step(job, parts, split, tape)
-        step.run(actions, place, _exchanged(job, stage), _cast(job, buckets))
+        step.run(actions, place, _exchanged(job, stage), _cast(job, buckets), _own(job))
         yield [
             StageMemory(stage, moment, **tape.peaks[moment], total=tape.most[moment])
             for moment in MOMENTS
@@ -111,6 +112,13 @@ def _exchanged(job: Job, stage: int) -> int:
     table = table_of(job)
     copies = (n * b.size for b, n in shared(job, table, stage, table.held[stage]))
     return element_bytes(job)[2] * max(copies, default=0) // _shards(job)
+
+
+def _own(job: Job) -> int:
+    """Bytes of tokens and targets (int64) of all micro batches, cut out under context parallelism:
+    until then they are the loader's."""
+    tokens = job.layout.micro_batch * local_seq(job) * job.train.accumulation
+    return 16 * tokens if job.layout.cp > 1 else 0
 
 
 def _shards(job: Job) -> int:

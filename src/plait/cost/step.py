@@ -44,6 +44,7 @@ class Step:
         place: Mapping[tuple[int, int], int],
         exchanged: int,
         cast: int,
+        own: int,
     ) -> None:
         """All actions of the rank, and the optimizer.
 
@@ -51,9 +52,11 @@ class Step:
             actions: with transfers. place: (chunk, micro batch) -> stage.
             exchanged: bytes of the largest gradient that comes from other stages, of all of them.
             cast: bytes of gradients in another dtype that the optimizer is given.
+            own: bytes of what is this rank's of all samples, where that is not all.
         """
         tape, sent = self.tape, Counter()
         tape.enter("forward", "activations")
+        tape.take(own)
         tape.enter("loss", "logits")  # valid tokens are counted
         accumulated = dict.fromkeys(self.chunks, False)
         for kind, chunk, micro in actions:
@@ -71,6 +74,7 @@ class Step:
         tape.drop(self.stream * sent.total(), "activations")
         tape.enter("backward", "activations")
         tape.spike(exchanged)
+        tape.drop(own)
         tape.enter("optimizer", "optimizer")
         tape.spike(cast)
 

@@ -77,7 +77,7 @@ def dense_grid(layout: Layout) -> Grid:
 
 
 def traffic_grid(layout: Layout) -> Grid:
-    """The dense grid with cp in its two parts, as the ledger names them: ulysses, and cp the rest."""
+    """The dense grid with cp in two, as the ledger names them: ulysses, and cp for the ring."""
     axes = ("tp", "ulysses", "cp", "dp_shard", "dp_replicate", "pp")
     sizes = {a: getattr(layout, a) for a in axes} | {"cp": layout.cp // layout.ulysses}
     return Grid(axes, tuple(sizes.values()))

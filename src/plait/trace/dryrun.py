@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from plait.cost.context import fullest
 from plait.cost.ledger import (
     NOTHING,
     Amount,
@@ -28,6 +29,7 @@ from plait.cost.traffic import traffic
 from plait.parallel.mesh import make_mesh
 from plait.report.build import report
 from plait.spec.findings import Finding
+from plait.spec.grid import dense_grid
 from plait.spec.job import Job
 from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
@@ -70,7 +72,7 @@ def dryrun(job: Job, findings: Sequence[Finding], full: bool = False) -> dict[st
 
 
 def measure(job: Job, full: bool = False) -> Measured:
-    """Runs a step of the first rank of each stage dry, all layers of it (0.05 to 0.1 s a layer and
+    """Runs a step of a rank of each stage dry, all layers of it (0.05 to 0.1 s a layer and
     micro batch).
 
     Without a pipeline, of many micro batches one and two are run: the traffic of each one more is
@@ -97,10 +99,12 @@ def _measure(job: Job, stage: int, full: bool) -> Measured:
 
 @contextmanager
 def _program(job: Job, stage: int) -> Iterator[Program]:
-    """The program of a stage's first rank, all its tensors fake; within it tensors are made
-    fake."""
+    """The program of one of a stage's ranks, all its tensors fake; within it tensors are made fake.
+
+    The first one; of a ring the one that holds most."""
     world = job.layout.world
     rank = stage * (world // job.layout.pp)
+    rank += dense_grid(job.layout).rank(cp=fullest(job.layout) * job.layout.ulysses)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = make_mesh(job.layout, job.model, rank)

@@ -28,6 +28,8 @@ MOMENTS = {
 }
 #: Collectives whose whole side is a buffer: position of that tensor among the arguments.
 _WHOLE_SIDE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
+#: Messages whose tensors are buffers on the ring, which passes on blocks that nobody keeps.
+_MESSAGES = ("send", "recv_")
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -48,7 +50,7 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, program: Program):
         super().__init__()
         self.program, self.scope = program, program.mesh.scope
-        self.buckets, self.zero = program.engine.buckets, program.engine.zero
+        self.buckets = program.engine.buckets
         self.current = dict.fromkeys(MEMORY_CLASSES, 0)
         self.peaks: dict[str, dict[str, int]] = {}
         self.known: dict[int, tuple[str, int]] = {}  # storage -> (class, bytes)
@@ -59,7 +61,7 @@ class MemoryTracker(TorchDispatchMode):
         dtypes = self.buckets[0].dtypes
         split = dtypes.compute != dtypes.master
         for b in self.buckets:
-            if self.zero == 3:
+            if b.zero == 3:
                 # Its size changes under way: `_gathered` reads it, `_see` must not count it.
                 self.known[b.full.untyped_storage()._cdata] = ("gathered", 0)
             else:
@@ -94,9 +96,12 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function.namespace == "c10d":
-            side = _WHOLE_SIDE.get(function.__name__.partition(".")[0])
-            if side is not None:
-                self._move(args[side], "buffers")
+            name = function.__name__.partition(".")[0]
+            if name in _WHOLE_SIDE:
+                self._move(args[_WHOLE_SIDE[name]], "buffers")
+            elif name in _MESSAGES and self.scope.axis.name == "cp":
+                for tensor in args[0]:
+                    self._move(tensor, "buffers")
         elif any(made.alias_info is None for made in function._schema.returns):
             # Only what is new: a view of, or a write to, an unknown storage belongs to whoever
             # made it out of sight, as gloo does in its own threads.
@@ -135,14 +140,15 @@ class MemoryTracker(TorchDispatchMode):
     def _note(self) -> None:
         """Takes the new sizes into the peak of the moment."""
         gathered = 0
-        if self.zero >= 2:
-            for b in self.buckets:
-                if self.zero == 3 and b.gathered:
-                    gathered += b.full.untyped_storage().nbytes()
-                if b.whole is not None:
-                    self._move(b.whole, "buffers")
-                if b.reduction is not None:
-                    self._move(b.reduction[1], "buffers")
+        for b in self.buckets:
+            if b.zero < 2:
+                continue
+            if b.zero == 3 and b.gathered:
+                gathered += b.full.untyped_storage().nbytes()
+            if b.whole is not None:
+                self._move(b.whole, "buffers")
+            if b.reduction is not None:
+                self._move(b.reduction[1], "buffers")
         now = self.current | {"gathered": gathered}
         moment = "loss" if self.scope.in_head else MOMENTS[self.scope.phase]
         # The later of two equals: a buffer is known for one only after it has been made.
