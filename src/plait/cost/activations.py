@@ -183,6 +183,7 @@ class Chunk(Maps):
             for n, width in ((s.heads, s.q), (s.kv_heads, s.kv)):
                 self.norm(*self.qk_shape(n, width), True, self.sharded)
             tape.drop(s.c * s.tokens * (s.q + s.kv) if self.sharded and self.coarse else 0)
+            tape.drop(0 if keep else self.qk_norms_keep())
         if model.positions == "rope":
             tape.take(q + kv)
             tape.spike(kv)  # of the second: the input turned by half a head
@@ -199,7 +200,7 @@ class Chunk(Maps):
             tape.drop(self.core.given)
         if not keep:
             early = self.core.keeps if self.core and self.core.given else 0
-            tape.drop(self.attention_keeps(i) - early)
+            tape.drop(self.attention_keeps(i) - self.qk_norms_keep() - early)
 
     def attention_keeps(self, i: int) -> int:
         """Queries, keys, values, the output, log-sum-exps; what norms of queries and keys keep."""
