@@ -15,7 +15,7 @@ from plait.schedules.build import problems
 from plait.schedules.job import split_name
 from plait.spec.job import Train
 from plait.spec.layout import Layout
-from plait.spec.model import Model, RopeScaling
+from plait.spec.model import MLA, Model, MoE, RopeScaling
 from plait.spec.schedule import SCHEDULES
 
 SEQ = 16
@@ -44,6 +44,44 @@ MODELS = {
     ),
 }
 
+_MOE = MoE(experts=8, topk=2, ffn=16, aux_loss=0.01, z_loss=0.001)
+_MLA = MLA(kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, q_rank=12)
+_DEEPSEEK = MoE(
+    experts=8,
+    topk=3,
+    ffn=16,
+    shared=2,
+    first_dense=1,
+    score="sigmoid",
+    scaling=2.5,
+    groups=4,
+    topk_groups=2,
+    group_score="top2",
+    correction=True,
+    aux_loss=0.01,
+)
+
+#: Mixtures of experts and latent attention: shared experts, groups, scores of both kinds, the
+#: correction, biases, sinks, windows, a mixture in every layer or in some.
+MIXTURES = {
+    "mixtral": replace(_BASE, moe=_MOE),
+    "qwen2-moe": replace(
+        _BASE, qkv_bias=True, moe=replace(_MOE, topk=3, normalize=False, shared=1, every=2)
+    ),
+    "deepseek": replace(_BASE, moe=_DEEPSEEK, mla=_MLA),
+    "mla": replace(_BASE, mla=replace(_MLA, q_rank=None)),
+    "gpt-oss": replace(
+        _BASE,
+        mlp="swiglu-clamped",
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        window=5,
+        full_every=2,
+        moe=replace(_MOE, topk_first=True, bias=True, router_bias=True),
+    ),
+}
+
 Space = dict[str, Sequence[Any]]
 Point = dict[str, Any]
 
@@ -60,7 +98,7 @@ SPACE: Space = {
     "kv_heads": (8, 2, 1),
     "model": tuple(MODELS),
     "bucket_mib": (25.0, 0.005),
-    # Of one value here: what `UNEVEN` and `PIPELINES` give others to.
+    # Of one value here: what `UNEVEN`, `PIPELINES` and `EXPERTS` give others to.
     "heads": (8,),
     "global_batch": (16,),
     "pp": (1,),
@@ -68,6 +106,12 @@ SPACE: Space = {
     "schedule": ("1f1b",),
     "stages": ("even",),
     "check": (False,),
+    "cp": (1,),
+    "ulysses": (1,),
+    "cp_method": ("ring",),
+    "ep": (1,),
+    "etp": (1,),
+    "capacity": (None,),
 }
 
 #: Layouts with a pipeline; every micro batch is one sample. Accumulations are below pp, equal to
@@ -87,28 +131,66 @@ PIPELINES: Space = SPACE | {
     "check": (False, True),
 }
 
+#: Mixtures and latent attention, with every axis that there is. Capacity: the share of an even
+#: load that an expert takes; where it is given, the models drop by "position" and "probability".
+EXPERTS: Space = PIPELINES | {
+    "world": (1, 2, 4, 8),
+    "tp": (1, 2, 4),
+    "dp_replicate": (1, 2, 4),
+    "accumulation": (1, 2, 4),
+    "kv_heads": (8, 2),
+    "model": tuple(MIXTURES),
+    "global_batch": (None, 16),
+    "pp": (1, 2, 4),
+    "vpp": (1, 2),
+    "schedule": ("1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zbv", "dualpipev"),
+    "stages": ("even",),
+    "cp": (1, 2, 4),
+    "ulysses": (1, 2, 4),
+    "cp_method": ("ring", "all-gather"),
+    "ep": (1, 2, 4, 8),
+    "etp": (1, 2, 4),
+    "capacity": (None, 1.0, 0.5),
+}
+
 
 def legal(point: Point) -> bool:
     """Whether a point is a layout (and not the same as another one)."""
-    world, tp, pp = point["world"], point["tp"], point["pp"]
-    if world % (tp * pp) or (point["sequence_parallel"] and tp == 1):
+    world, tp, pp, cp = (point[axis] for axis in ("world", "tp", "pp", "cp"))
+    if world % (tp * pp * cp) or (point["sequence_parallel"] and tp == 1):
         return False
-    if pp > 1:
-        schedule, group = split_name(point["schedule"])
-        if problems(schedule, pp, point["accumulation"], point["vpp"], group):
-            return False
-    dp = world // tp // pp
-    if point["zero"] == 0:
-        return point["dp_replicate"] == dp
-    return dp % point["dp_replicate"] == 0
+    dp, ulysses, method = world // tp // pp // cp, point["ulysses"], point["cp_method"]
+    if cp % ulysses or (cp == ulysses and method != "ring"):
+        return False
+    replicate = point["dp_replicate"]
+    if replicate != dp if point["zero"] == 0 else dp % replicate:
+        return False
+    shards = tp * cp * dp // (1 if point["zero"] == 0 else replicate)
+    if shards % (point["ep"] * point["etp"]):
+        return False
+    model = MIXTURES.get(point.get("model"))
+    if model and not model.moe and (point["ep"], point["etp"], point["capacity"]) != (1, 1, None):
+        return False
+    if model and model.mla and point["kv_heads"] != point["heads"]:
+        return False
+    if pp == 1:
+        return (point["vpp"], point["schedule"], point["stages"]) == (1, "1f1b", "even")
+    if point["global_batch"] is not None:
+        return False
+    schedule, group = split_name(point["schedule"])
+    return not problems(schedule, pp, point["accumulation"], point["vpp"], group)
 
 
 def case(point: Point) -> Case:
     """The case of a legal point."""
     pp, chunks, micro = point["pp"], point["pp"] * point["vpp"], 1
     given = {key: point[key] for key in ("heads", "kv_heads", "tied")}
-    model = replace(MODELS[point["model"]], name=point["model"], **given)
-    fields = ("tp", "pp", "dp_replicate", "zero", "sequence_parallel", "recompute")
+    model = replace((MODELS | MIXTURES)[point["model"]], name=point["model"], **given)
+    if point["capacity"] is not None:
+        drop = "probability" if model.moe.score == "sigmoid" or model.moe.bias else "position"
+        model = replace(model, moe=replace(model.moe, capacity=point["capacity"], drop=drop))
+    fields = ("tp", "sequence_parallel", "cp", "ulysses", "cp_method", "pp", "ep", "etp")
+    fields += ("dp_replicate", "zero", "recompute")
     told = {f: point[f] for f in fields}
     if pp > 1:
         stages = {
@@ -119,7 +201,7 @@ def case(point: Point) -> Case:
         model = replace(model, layers=sum(stages) if stages else chunks)
         told |= {"vpp": point["vpp"], "schedule": point["schedule"], "stages": stages}
     if point["global_batch"] is not None:
-        dp = point["world"] // point["tp"] // pp
+        dp = point["world"] // point["tp"] // pp // point["cp"]
         micro = point["global_batch"] // dp // point["accumulation"]
     layout = Layout.fill(point["world"], micro_batch=micro, **told)
     train = Train(bucket_mib=point["bucket_mib"])
@@ -163,6 +245,9 @@ UNEVEN: list[Point] = [
 def name(point: Point) -> str:
     """What a point chooses where there is a choice."""
     space = PIPELINES if point["pp"] > 1 else SPACE
+    if point["model"] in MIXTURES:
+        space = EXPERTS
+        point = {k: v for k, v in point.items() if v != SPACE[k][0] or k == "model"}
     shown = {k: v for k, v in point.items() if len(space[k]) > 1 or v != space[k][0]}
     return "-".join(f"{key}={value}" for key, value in shown.items())
 
@@ -186,10 +271,30 @@ def pairs(point: Point) -> set[tuple]:
     return set(itertools.combinations(sorted(point.items(), key=lambda kv: kv[0]), 2))
 
 
+def _idle(point: Point) -> Iterator[str]:
+    """Axes that only take their first value at a point."""
+    if point["tp"] == 1:
+        yield "sequence_parallel"
+    if point["cp"] == 1:
+        yield from ("ulysses", "cp_method")
+    if point["ulysses"] == point["cp"]:
+        yield "cp_method"
+    if point["pp"] == 1:
+        yield from ("vpp", "schedule", "stages")
+    elif point["model"] in MIXTURES:
+        yield "global_batch"
+    if point["model"] == "mla":
+        yield from ("ep", "etp", "capacity")
+    if point["model"] in ("mla", "deepseek"):
+        yield "kv_heads"
+
+
 def random_point(rng: random.Random, space: Space = SPACE, **fixed: Any) -> Point:
     """A random legal point with some choices fixed; raises LookupError if there seems none."""
-    for _ in range(2000):
+    for _ in range(10000):
         point = {key: fixed.get(key, rng.choice(values)) for key, values in space.items()}
+        # What has no choice at such a point: drawn freely, hardly any would be legal.
+        point |= {axis: space[axis][0] for axis in _idle(point)} | fixed
         if legal(point):
             return point
     raise LookupError(fixed)

@@ -16,6 +16,7 @@ from ranks import RankFailed, run_ranks
 
 SAMPLE = cases.sample()
 PIPELINES = cases.sample(cases.PIPELINES)
+EXPERTS = cases.sample(cases.EXPERTS)
 
 
 @cache
@@ -46,13 +47,21 @@ def test_pipeline_equals_one_process(point):
     check(point)
 
 
+@pytest.mark.parametrize("point", EXPERTS, ids=cases.name)
+def test_mixture_equals_one_process(point):
+    check(point)
+
+
 @pytest.mark.parametrize("point", cases.UNEVEN, ids=cases.name)
 def test_uneven_layout_equals_one_process(point):
     assert cases.legal(point)
     check(point)
 
 
-@pytest.mark.parametrize(("space", "sample"), [(cases.SPACE, SAMPLE), (cases.PIPELINES, PIPELINES)])
+@pytest.mark.parametrize(
+    ("space", "sample"),
+    [(cases.SPACE, SAMPLE), (cases.PIPELINES, PIPELINES), (cases.EXPERTS, EXPERTS)],
+)
 def test_the_sample_holds_every_pair(space, sample):
     held = set().union(*map(cases.pairs, sample))
     rng = random.Random(1)
@@ -82,6 +91,19 @@ _TURNING = ("model", "bucket_mib", "kv_heads", "tied", "recompute", "check", "st
 @pytest.mark.sweep
 @pytest.mark.parametrize("point", list(cases.all_points(_WIDE, _TURNING)), ids=cases.name)
 def test_every_pipeline_equals_one_process(point):
+    check(point)
+
+
+_MANY = [
+    cases.random_point(random.Random(i), cases.EXPERTS | {"world": (8, 16)}, world=world)
+    for world, first, last in ((8, 0, 400), (16, 400, 440))
+    for i in range(first, last)
+]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("point", _MANY, ids=cases.name)
+def test_random_mixture_equals_one_process(point):
     check(point)
 
 
