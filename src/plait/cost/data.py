@@ -10,6 +10,7 @@ padding included, an optimizer step in which m micro batches pass through it sen
     HSDP        moreover an all-reduce over the replicas of the shard, P e_g / shards, once
     CP          its ranks shard model states with the others (fsdp = dp_shard x cp); under ZeRO 0
                 they all-reduce P e_g among themselves, and then over the replicas
+    experts     the same over edp, the ranks that hold the same experts
 
 in messages of a bucket each (1910.02054 section 7; FSDP 2304.11277 section 3.2).
 """
@@ -19,7 +20,7 @@ from functools import lru_cache
 from plait.cost.dtypes import dtypes_of, size_of
 from plait.cost.ledger import TrafficLedger
 from plait.cost.parts import Part
-from plait.spec.buckets import Bucket, make_buckets, zero_stage
+from plait.spec.buckets import Bucket, make_buckets, shards_of, zero_stage
 from plait.spec.job import DTYPE_BYTES, Job
 from plait.spec.parameters import kv_copies
 
@@ -36,10 +37,14 @@ _buckets = lru_cache(maxsize=512)(make_buckets)
 def data_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> None:
     """Enters what data parallelism sends in one step for a part of the model on a stage."""
     layout, dtypes = job.layout, dtypes_of(job)
-    zero, micro_batches = zero_stage(layout), part.micro_batches
-    reductions = micro_batches if zero >= 2 else 1
-    copies = kv_copies(job.model, layout)
+    micro_batches = part.micro_batches
+    groups = {"tp": layout.tp, "kv": kv_copies(job.model, layout), "etp": layout.etp}
     for bucket in buckets_of(job, part.chunk):
+        zero, shards = zero_stage(layout, bucket.expert), shards_of(layout, bucket.expert)
+        reductions = micro_batches if zero >= 2 else 1
+        sharers, replicas = "edp" if bucket.expert else "fsdp", layout.dp_replicate
+        if bucket.expert and layout.zero == 0:
+            replicas = 1  # then edp is all of them
         grads = size_of(dtypes.grad, bucket.size)
         weights = size_of(dtypes.compute, bucket.size)
 
@@ -56,20 +61,17 @@ def data_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> Non
 
         # Gradients of which each tensor-parallel rank has a part are summed there first.
         for partial, start, stop in bucket.partial_runs():
-            group = copies if partial == "kv" else layout.tp
-            bytes = size_of(dtypes.grad, stop - start)
-            add("tp", "all-reduce", "backward", dtypes.grad, bytes, group, reductions)
+            bytes, axis = size_of(dtypes.grad, stop - start), "etp" if bucket.expert else "tp"
+            add(axis, "all-reduce", "backward", dtypes.grad, bytes, groups[partial], reductions)
 
         if zero == 0:
-            for axis, size in (("fsdp", layout.fsdp), ("dp_replicate", layout.dp_replicate)):
+            for axis, size in ((sharers, shards), ("dp_replicate", replicas)):
                 add(axis, "all-reduce", "backward", dtypes.grad, grads, size)
             continue
-        shards = layout.fsdp
-        add("fsdp", "reduce-scatter", "backward", dtypes.grad, grads, shards, reductions)
-        piece, replicas = grads // shards, layout.dp_replicate
-        add("dp_replicate", "all-reduce", "backward", dtypes.grad, piece, replicas)
+        add(sharers, "reduce-scatter", "backward", dtypes.grad, grads, shards, reductions)
+        add("dp_replicate", "all-reduce", "backward", dtypes.grad, grads // shards, replicas)
         if zero < 3:
-            add("fsdp", "all-gather", "optimizer", dtypes.compute, weights, shards)
+            add(sharers, "all-gather", "optimizer", dtypes.compute, weights, shards)
         else:
             for phase in ("forward", "backward"):
-                add("fsdp", "all-gather", phase, dtypes.compute, weights, shards, micro_batches)
+                add(sharers, "all-gather", phase, dtypes.compute, weights, shards, micro_batches)

@@ -62,9 +62,7 @@ class Together:
         self.mesh = mesh
 
     def total(self, counts: Tensor, form: str) -> Tensor:
-        axes = ["tp", "cp"]
-        if form == "global":
-            axes += ["dp_replicate", "dp_shard"]
+        axes = ["tp", "fsdp", "dp_replicate"] if form == "global" else ["tp", "cp"]
         counts = counts.clone()
         for axis in axes:
             self.mesh[axis].all_reduce(counts)
@@ -129,24 +127,29 @@ class Dispatch:
     """`MoE.dispatch` over the expert grid.
 
     Attributes:
-        exchange: this rank's choices of every expert, [E] -> [etp, ep, E / ep] on the host: the
-            rows that come to this rank's experts, by the rank of etp and of ep that they come
-            from. Beside `Experts.count` the one place where sizes depend on data.
+        read: int64 [etp, ep, E / ep], the rows that come to this rank's experts, by the rank of etp
+            and of ep that they come from -> the same on the host. Beside `Experts.count` the one
+            place where sizes depend on data.
+        moved: takes the rows that each forward (not its repetition) sends away, gets from the ranks
+            of ep, and computes; None: nobody asks.
     """
 
     def __init__(self, experts: Experts, mesh: Mesh):
         self.experts, self.etp, self.ep = experts, mesh["etp"], mesh["ep"]
-        self.exchange: Callable[[list[int], torch.device], list] = self._exchange
+        self.read: Callable[[Tensor], list] = Tensor.tolist
+        self.moved: list[tuple[int, int, int]] | None = None
 
     def __call__(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         """x [n, hidden], index int64 [n, k], weight [n, k] -> [n, hidden]."""
         counts = self.experts.count(index)
         way = Way(index, sum(counts))
-        coming = self.exchange(counts, x.device)
+        coming = self.read(self._exchange(counts, x.device))
         mine = len(counts) // self.ep.size
         there = [sum(counts[i * mine : (i + 1) * mine]) for i in range(self.ep.size)]
         rows = [[sum(block) for block in blocks] for blocks in coming]  # [etp][ep]
         here, all_rows = rows[self.etp.rank], [sum(r) for r in rows]
+        if self.moved is not None and self.ep.scope.phase == "forward":
+            self.moved.append((sum(counts), sum(here), sum(all_rows)))
 
         y = permute(x, way)
         y = _Exchange.apply(y, self.ep, there, here)
@@ -160,13 +163,14 @@ class Dispatch:
         y = _Exchange.apply(y, self.ep, here, there)
         return combine(y, weight, way)
 
-    def _exchange(self, counts: list[int], device: torch.device) -> list:
+    def _exchange(self, counts: list[int], device: torch.device) -> Tensor:
         mine = len(counts) // self.ep.size
-        out = torch.tensor(counts, dtype=torch.int64, device=device)
-        coming = torch.empty_like(out)
-        self.ep.all_to_all(coming, out)
-        everyone, _ = self.etp.gather_rows(coming)
-        return everyone.view(self.etp.size, self.ep.size, mine).tolist()
+        coming = torch.tensor(counts, dtype=torch.int64, device=device)
+        if self.ep.size > 1:
+            coming, out = torch.empty_like(coming), coming
+            self.ep.all_to_all(coming, out)
+        everyone = self.etp.gather_rows(coming)[0] if self.etp.size > 1 else coming
+        return everyone.view(self.etp.size, self.ep.size, mine)
 
 
 def _by_expert(blocks: Sequence[int], experts: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait.cost.context import fullest
+from plait.cost.expert import even
 from plait.cost.ledger import (
     NOTHING,
     Amount,
@@ -26,6 +27,7 @@ from plait.cost.ledger import (
 )
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
+from plait.models.moe import mixtures
 from plait.parallel.mesh import make_mesh
 from plait.report.build import report
 from plait.spec.findings import Finding
@@ -109,9 +111,22 @@ def _program(job: Job, stage: int) -> Iterator[Program]:
     try:
         mesh = make_mesh(job.layout, job.model, rank)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            yield Program(job, mesh)
+            program = Program(job, mesh)
+            _route_evenly(program)
+            yield program
     finally:
         dist.destroy_process_group()
+
+
+def _route_evenly(program: Program) -> None:
+    """Where sizes depend on data, the table that the formulas take: `cost.expert.even`."""
+    job = program.job
+    for module in program.modules.values():
+        for moe in mixtures(module):
+            counts = list(even(job))
+            mine = counts[: len(counts) // job.layout.ep]  # on the first rank, from each
+            moe.experts.count = lambda _, counts=counts: counts
+            moe.dispatch.read = lambda told, mine=mine: [[mine] * told.shape[1]] * told.shape[0]
 
 
 def _settle(program: Program) -> None:

@@ -22,6 +22,7 @@ from plait.spec.job import Job
 from plait.spec.saved import find, folder_of
 from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
+from plait.trace.routed import RoutedRecorder
 from plait.train import checkpoint
 from plait.train.data import Corpus
 from plait.train.launch import World
@@ -197,6 +198,7 @@ class _Watch:
     def __init__(self, program: Program, world: World, start: int):
         self.program, self.world, self.start = program, world, start
         self.recorder, self.tracker = Recorder(program.mesh), MemoryTracker(program)
+        self.routed = RoutedRecorder(program)
         steps = program.job.train.steps
         self.recorded = start + 1 if start + 1 < steps else start
         self.when, self.check = program.job.train.check_collectives, None
@@ -211,13 +213,14 @@ class _Watch:
         if step == self.recorded:
             stack.enter_context(self.recorder)
             stack.enter_context(self.tracker)
+            stack.enter_context(self.routed)
         return stack
 
     def gather(self) -> list[tuple[dict[str, int], list[dict[str, Any]], list[str]]]:
         """Of every rank: memory by class, traffic entries, and where they were not predicted."""
         peak = max(self.tracker.rows(), key=lambda row: row["total"])
         job, ledger = self.program.job, self.recorder.ledger
-        predicted = traffic(job).of_stage(self.program.mesh.coordinate["pp"])
+        predicted = traffic(job, self.routed.rows).of_stage(self.program.mesh.coordinate["pp"])
         mine = (
             {name: peak[name] for name in MEMORY_CLASSES if peak[name]},
             [asdict(row) for row in ledger.rows()],
