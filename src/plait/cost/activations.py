@@ -94,7 +94,10 @@ class Chunk(Maps):
                 self.embed_backward()
             else:
                 if self.layout.recompute == "full":
-                    self.layer(_number(name), keep=True, stop=True)
+                    # What first asks for a tensor is the last map, whose gradient is gathered.
+                    first = self.rows and not self.after and not self.model.dropout
+                    with tape.during(self.whole if first else 0, "buffers"):
+                        self.layer(_number(name), keep=True, stop=True)
                 self.layer_backward(_number(name))
         tape.drop(self.kept)  # of the context
         # Where a branch has no norm before it, a map that is put off keeps the chunk's input.
@@ -347,7 +350,13 @@ class Chunk(Maps):
                 # Its input is dropped; what it made is new where nothing before it was.
                 tape.drop(self.stream if self.model.dropout else 0)
             if self.again(branch):
-                getattr(self, branch)(i, keep=True, stop=True)
+                # The last map asks for its input once its gradient has been gathered.
+                gathered = self.whole if self.rows else 0
+                own = self.stream if self.rows and (self.after or self.model.dropout) else 0
+                tape.drop(own)
+                with tape.during(gathered, "buffers"):
+                    getattr(self, branch)(i, keep=True, stop=True)
+                tape.take(own)
             getattr(self, f"{branch}_backward")(f"{unit}.{branch}", i)
             if self.before:
                 if self.again("norm"):

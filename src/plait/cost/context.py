@@ -312,7 +312,7 @@ class Core:
             shares = s.c * (rows * self._width_q + keys * 2 * self._width_kv)
             turned = 0
             if kind == "anti":
-                turned = 2 * shares + s.c * rows * 2 * self._width_q + s.a * rows * heads
+                turned = shares + s.c * rows * 2 * self._width_q + s.a * rows * heads
             tape.spike(shares + turned)
 
     def _gradients_to_sequence(self, tape: Tape) -> None:
