@@ -14,7 +14,7 @@ from plait.cli.main import main
 from plait.cli.schedule_question import read
 from plait.schedules.check import check
 from plait.schedules.csvfile import read_table
-from plait.spec.findings import UserError
+from plait.spec.findings import UserError, error
 from plait.spec.schedule import SCHEDULES
 
 
@@ -244,12 +244,19 @@ def test_a_link_stays_a_link(ask):
     assert Path("real.svg").read_text().startswith("<svg")
 
 
-def test_all_files_or_none(ask, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(28, "No space left on device"),
+        UserError([error("some part", None, "No space left on device")]),
+    ],
+)
+def test_all_files_or_none(ask, monkeypatch, tmp_path, problem):
     """What breaks while files are written leaves nothing behind."""
     Path("a.svg").write_text("old")
 
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise problem
 
     monkeypatch.setattr("plait.cli.schedule_files.write_table", full)
     code, out, err = ask("1f1b", "--svg", "a.svg", "--trace", "t.json", "--csv", "b.csv")
