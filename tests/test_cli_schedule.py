@@ -7,10 +7,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plait.cli.main import main
+from plait.cli.schedule_question import read
 from plait.schedules.check import check
 from plait.schedules.csvfile import read_table
+from plait.spec.findings import UserError, error
 from plait.spec.schedule import SCHEDULES
 
 
@@ -190,6 +194,21 @@ def test_for_people(ask):
     assert sum(line.startswith("  rank ") for line in out.splitlines()) == 4  # a heading, 3 rows
 
 
+@pytest.mark.parametrize("name", ["zbv", "zb-h1", "dualpipe", "interleaved-1f1b"])
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_it_keeps_to_the_width_of_a_terminal(ask, monkeypatch, name, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for more in ((), ("--vpp", 4) if name == "interleaved-1f1b" else ("--b", 1.25)):
+        code, out, _ = ask(name, "--pp", 12, "--microbatches", 64, *more)
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= max(width, 44)  # a sentence of 44 letters
+        assert "…" not in out
+        lines = out.splitlines()
+        for rank in range(12):  # once with its numbers, once drawn
+            assert sum(line.startswith(f"  {rank} ") for line in lines) == 1
+            assert sum(line.startswith(f"  rank {rank} ") for line in lines) == 1
+
+
 # ------------------------------------------------------------------------------------------
 # Files
 
@@ -225,14 +244,21 @@ def test_a_link_stays_a_link(ask):
     assert Path("real.svg").read_text().startswith("<svg")
 
 
-def test_all_files_or_none(ask, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(28, "No space left on device"),
+        UserError([error("some part", None, "No space left on device")]),
+    ],
+)
+def test_all_files_or_none(ask, monkeypatch, tmp_path, problem):
     """What breaks while files are written leaves nothing behind."""
     Path("a.svg").write_text("old")
 
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise problem
 
-    monkeypatch.setattr("plait.cli.schedule.write_table", full)
+    monkeypatch.setattr("plait.cli.schedule_files.write_table", full)
     code, out, err = ask("1f1b", "--svg", "a.svg", "--trace", "t.json", "--csv", "b.csv")
     assert (code, out, err) == (2, "", "csv: No space left on device\n")
     assert Path("a.svg").read_text() == "old"
@@ -245,6 +271,45 @@ def test_files_that_cannot_be_written(refused):
     assert refused(*argv).keys() == {"svg", "trace", "csv"}
     assert refused("1f1b", "--svg", "/dev/null").keys() == {"svg"}
     assert refused("1f1b", "--svg", "a", "--csv", "./a").keys() == {"csv"}
+    Path("loop").symlink_to("loop")
+    Path("file").touch()
+    assert refused("1f1b", "--svg", "n" * 300, "--csv", "loop", "--trace", "file/a").keys() == {
+        "svg", "csv", "trace",
+    }  # fmt: skip
+    Path("kept").touch(0o444)
+    assert refused("1f1b", "--trace", "kept").keys() == {"trace"}
+
+
+def test_the_longest_name_there_can_be(ask, tmp_path):
+    assert ask("1f1b", "--svg", "n" * 255, "--csv", "c" * 255)[0] == 0
+    assert {len(f.name) for f in tmp_path.iterdir()} == {255}
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
+def test_a_file_that_is_replaced_keeps_its_mode(ask, mode):
+    for name in ("a.svg", "a.json", "a.csv"):
+        Path(name).touch()
+        Path(name).chmod(mode)
+    assert ask("1f1b", "--svg", "a.svg", "--trace", "a.json", "--csv", "a.csv")[0] == 0
+    modes = {name: Path(name).stat().st_mode & 0o7777 for name in ("a.svg", "a.json", "a.csv")}
+    assert modes == dict.fromkeys(modes, mode)
+    assert all(Path(name).stat().st_size for name in modes)
+
+
+@pytest.mark.parametrize("where", ["/dev/stdout", "/dev/stderr", "answer"])
+@pytest.mark.parametrize("piped", [True, False])
+def test_the_answer_is_not_written_over(tmp_path, where, piped):
+    """Neither a pipe nor the file that the answer goes to can be one of the files."""
+    if piped and where == "answer":
+        Path(tmp_path / "answer").mkdir()
+    command = [sys.executable, "-m", "plait.cli", "schedule", "1f1b", "--json", "--csv", where]
+    with open(tmp_path / ("other" if piped else "answer"), "w+") as file:
+        to = subprocess.PIPE if piped else file
+        run = subprocess.run(command, cwd=tmp_path, stdout=to, stderr=to, text=True, check=False)
+        file.seek(0)
+        said = (run.stdout + run.stderr) if piped else file.read()
+    assert run.returncode == 2, said
+    assert [e["where"] for e in json.loads(said)["errors"]] == ["csv"]
 
 
 # ------------------------------------------------------------------------------------------
@@ -290,12 +355,84 @@ def test_nearest_legal_values(refused, argv, nearest):
     assert refused(*argv) == nearest
 
 
-def test_a_nearest_value_is_legal(refused, answer):
-    for argv in (("dualpipe", "--pp", 5, "--microbatches", 7), ("looped-bfs", "--vpp", 1)):
-        name, *rest = argv
-        given = dict(zip(rest[::2], rest[1::2], strict=True))
-        mended = {f"--{where}": value for where, value in refused(*argv).items()}
-        answer(name, *(word for pair in (given | mended).items() for word in pair))
+#: What is refused, and taken once every nearest value has been put in its place.
+ILLEGAL = [
+    ("dualpipe", "--pp", 5, "--microbatches", 7),
+    ("looped-bfs", "--vpp", 1),
+    ("interleaved-1f1b", "--group", 0),
+    ("interleaved-1f1b:2", "--pp", 8),
+    ("interleaved-1f1b:2", "--pp", 8, "--group", 5),
+    ("interleaved-1f1b", "--vpp", 0),
+    ("interleaved-1f1b", "--vpp", 0, "--pp", -3, "--group", -1),
+    ("zbv", "--vpp", 0, "--microbatches", -2),
+    ("dualpipe", "--pp", 0),
+    ("dualpipe", "--pp", 0, "--microbatches", 0),
+    ("dualpipe", "--microbatches", 0),
+    ("dualpipe", "--pp", 1001),
+    ("dualpipe", "--pp", 1001, "--microbatches", 998),
+    ("dualpipev", "--pp", 1001, "--microbatches", 3),
+    ("1f1b", "--vpp", 3, "--group", 2),
+    ("gpipe", "--pp", 2000),
+    ("gpipe", "--pp", 10**17, "--microbatches", 10**17),
+    ("interleaved-1f1b", "--vpp", 10**6, "--pp", 1000),
+    ("zb-auto", "--cap", -1),
+    ("auto", "--pp", 2, "--cap", -1),
+    ("1f1b", "--cap", -1),
+    ("1f1b", "--f", "5e-324", "--b", "1e-300,1,1,1", "--comm", "1e-13"),
+    ("1f1b", "--f", 0, "--b", 0, "--w", -1),
+    ("1f1b", "--f", "-1,0,0,0", "--b", "0", "--w", "-2"),
+    ("1f1b", "--f", 1e300, "--comm", 2e12),
+]
+
+
+def mended(argv, nearest):
+    """Arguments with the nearest value in the place of each that was refused."""
+    (name, *rest), nearest = argv, dict(nearest)
+    given = dict(zip(rest[::2], rest[1::2], strict=True))
+    given |= {f"--{where}": value for where, value in nearest.items() if where != "schedule"}
+    pairs = ((flag, value) for flag, value in given.items() if value is not None)
+    return nearest.get("schedule", name), *(word for pair in pairs for word in pair)
+
+
+@pytest.mark.parametrize("argv", ILLEGAL, ids=lambda argv: " ".join(map(str, argv)))
+def test_every_nearest_value_is_taken(argv):
+    with pytest.raises(UserError) as raised:
+        read([str(word) for word in argv])
+    nearest = {f.where: f.nearest for f in raised.value.findings}
+    read([str(word) for word in mended(argv, nearest)])
+
+
+@given(st.data())
+def test_every_nearest_size_is_taken(data):
+    """Of all schedules and sizes, legal or not."""
+    name = data.draw(st.sampled_from(list(SCHEDULES)))
+    size = st.none() | st.integers(-2, 12) | st.sampled_from([700, 707, 998, 1001, 10**6 + 1])
+    sizes = {key: data.draw(size) for key in ("pp", "microbatches", "vpp", "group")}
+    cap = data.draw(st.sampled_from([None, -1, 0, 0.5, 2, 1e13]))
+    given_ = {f"--{key}": value for key, value in (sizes | {"cap": cap}).items()}
+    if name == "interleaved-1f1b" and data.draw(st.booleans()):
+        name += f":{data.draw(st.integers(1, 9))}"
+    argv = [name, *(word for pair in given_.items() if pair[1] is not None for word in pair)]
+    try:
+        read([str(word) for word in argv])
+    except UserError as problem:
+        nearest = {f.where: f.nearest for f in problem.findings}
+        read([str(word) for word in mended(argv, nearest)])
+
+
+def test_long_texts_are_short_lines(ask):
+    digits = "9" * 5000
+    for argv in (
+        (f"interleaved-1f1b:{digits}",),
+        ("x" * 5000,),
+        ("1f1b", "--pp", digits),
+        ("interleaved-1f1b", "--group", digits),
+        ("1f1b", "--f", digits),
+        ("1f1b", "--cap", "x" * 5000),
+    ):
+        code, out, err = ask(*argv)
+        assert (code, out) == (2, "")
+        assert max(map(len, err.splitlines())) < 400, argv
 
 
 def test_a_table_in_a_file_must_make_sense(refused, answer):
@@ -303,6 +440,10 @@ def test_a_table_in_a_file_must_make_sense(refused, answer):
     assert answer("a.csv")["makespan"] == 9  # by hand: (m + p - 1)(F + I + W)
     argv = ("--pp", 3, "--microbatches", 4, "--vpp", 2, "--group", 1)
     assert refused("a.csv", *argv) == {"pp": 2, "microbatches": 2, "vpp": 1, "group": None}
+    # As many chunks on each rank is what vpp means.
+    Path("u.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    assert answer("u.csv")["vpp"] is None
+    assert refused("u.csv", "--vpp", 2) == {"vpp": None}
     # Each waits for the other's.
     Path("b.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     (where,) = refused("b.csv")
@@ -312,6 +453,9 @@ def test_a_table_in_a_file_must_make_sense(refused, answer):
     # A great many problems are some lines.
     Path("d.csv").write_text("".join("0F0,0F0,0B0," for _ in range(1000)) + "1F0\n")
     assert len(refused("d.csv")) <= 21
+    # Chunk i has micro batch i: of 20,000 chunks and micro batches nearly all is missing.
+    Path("e.csv").write_text("".join(f"{i}F{i}\n" for i in range(20_000)))
+    assert len(refused("e.csv")) == 1
 
 
 # ------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ class Watch:
         self.received: dict[str, dict[int, Tensor]] = {"output": {}, "input gradient": {}}
         self.bytes: list[int] = []
         self.buffers: list[tuple[int, int]] = []
+        self.now = ""
         program.mesh.scope.note = self.note
         patch.setattr(Axis, "receive", self._receiving(Axis.receive))
 
@@ -68,7 +69,9 @@ class Watch:
         return watched
 
     def note(self, doing: str) -> None:
-        if doing.startswith("in "):
+        # What was waited for comes in the middle of an action, which is then noted again.
+        if doing.startswith("in ") and doing != self.now:
+            self.now = doing
             self.sample()
 
     def sample(self) -> None:

@@ -146,7 +146,7 @@ def held_between(rank: int, job: Job) -> dict[str, int]:
     with MemoryTracker(program) as tracker:
 
         def note(doing: str) -> None:
-            if doing.startswith("in "):
+            if doing.startswith("in ") and doing[3:] != now[0]:
                 after[now[0]] = tracker.current["activations"] + tracker.current["logits"]
                 now[0] = doing[3:]
 

@@ -355,7 +355,7 @@ def test_a_table_in_a_file_must_suit(tmp_path):
     assert found
     assert {f.where for f in found} == {"layout.schedule"}
     path.unlink()
-    _, (finding,) = pipeline("schedule", **said)
+    _, (finding,) = pipeline("unreadable", **said)
     assert "cannot be read" in finding.message
 
 

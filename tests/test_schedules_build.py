@@ -1,9 +1,12 @@
 """The builders: closed forms, published numbers, and what must hold for every table."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.schedules.bound import lower_bound
 from plait.schedules.build import build, problems
 from plait.schedules.check import check
 from plait.schedules.simulate import Timeline, Times, simulate
@@ -13,6 +16,8 @@ from plait.spec.schedule import SCHEDULES
 NAMED = [name for name in SCHEDULES if name not in ("auto", "zb-auto")]
 LOOPED = ("interleaved-1f1b", "looped-bfs", "zb-h1")
 SEVERAL = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1.2, 0.8), (3, 5, 2)]  # F, I, W
+#: W above I, above F, above both.
+LONG_W = [(2, 1, 1.5), (1, 2, 1.5), (1, 1, 3), (2, 1, 3)]
 
 
 def timeline(name, pp, m, vpp=None, times=(1, 1, 1), comm=0.0) -> Timeline:
@@ -101,8 +106,8 @@ def test_bubble_rates_of_the_zero_bubble_paper(pp, m, vpp, times, rates):
 
 @pytest.mark.parametrize("pp", range(2, 17))
 def test_closed_forms(pp):
-    for f, b, w in SEVERAL:
-        full, saved = (pp - 1) * (f + b + w), (pp - 1) * (f + b - w)
+    for f, b, w in SEVERAL + LONG_W:
+        full, saved = (pp - 1) * (f + b + w), (pp - 1) * (f + b - min(f, b, w))
         for m in (pp, pp + 1, 2 * pp + 1, 128):
             for name, bubble in [("gpipe", full), ("1f1b", full), ("zb-h1", saved)]:
                 line = timeline(name, pp, m, times=(f, b, w))
@@ -112,21 +117,42 @@ def test_closed_forms(pp):
                 for name, bubble in zip(LOOPED, (full, full, saved), strict=True):
                     line = timeline(name, pp, m, vpp, (f, b, w))
                     assert step_bubble(line) == pytest.approx(bubble / vpp, rel=1e-9)
-        if f + b >= 2 * w:
-            line = timeline("zb-h2", pp, 3 * pp, times=(f, b, w))
-            expected = (pp - 1) * (f + b - 2 * w)
-            assert span_bubble(line) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        if w <= min(f, b):
+            for m in (2 * pp - 1, 3 * pp):
+                line = timeline("zb-h2", pp, m, times=(f, b, w))
+                idle = [spans[-1].end - spans[0].start - m * (f + b + w) for spans in line.spans]
+                expected = [(pp - 1 - rank) * (f + b - 2 * w) for rank in range(pp)]
+                assert idle == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_no_order_idles_less_than_zb_h1_with_its_memory_and_a_long_w(pp):
+    for times in LONG_W:
+        even = Times.even((pp, pp), *times)
+        bound = lower_bound({tuple(range(pp)): 4 * pp}, even, pp)
+        assert timeline("zb-h1", pp, 4 * pp, times=times).makespan == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
+def test_when_v_half_keeps_its_pace(pp):
+    """Further micro batches cost no more than their work."""
+    for f, b, w in product((1, 1.2, 1.5, 2, 3), repeat=3):
+        if w + 2 * f >= 2 * b and (b >= f if pp % 2 else w + 2 * b >= 2 * f):
+            lines = (timeline("v-half", pp, n * pp, times=(f, b, w)) for n in (5, 8))
+            few, many = map(step_bubble, lines)
+            assert few == pytest.approx(many)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 def test_fewer_micro_batches_than_ranks(pp):
     # Qi et al. 2023, appendix H.
     for m in range(1, pp):
-        for f, b, w in [(1, 1, 1), (2, 2, 1)]:
+        for f, b, w in [(1, 1, 1), (2, 2, 1), *LONG_W]:
             line = timeline("1f1b", pp, m, times=(f, b, w))
             assert line.makespan == pytest.approx((m + pp - 1) * (f + b + w))
             line = timeline("zb-h1", pp, m, times=(f, b, w))
-            assert line.makespan == pytest.approx((m + pp - 1) * (f + b) + w)
+            longer = (m - 1) * max(0, w - min(f, b))
+            assert line.makespan == pytest.approx((m + pp - 1) * (f + b) + w + longer)
 
 
 def most_held(name: str, pp: int, m: int, vpp: int) -> float:
@@ -153,6 +179,7 @@ def test_peak_activations(pp):
             line = timeline(name, pp + pp % 2 if name == "dualpipe" else pp, 4 * pp + 4, vpp)
             assert peak(line) == pytest.approx(most_held(name, len(line.spans), 4 * pp + 4, vpp))
     assert timeline("1f1b", pp, 2 * pp).peak_activations == tuple(range(pp, 0, -1))
+    assert peak(timeline("interleaved-1f1b", pp, pp, 2)) == pp
 
 
 @pytest.mark.parametrize("name", ["zbv", "v-half", "v-min"])

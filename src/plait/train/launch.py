@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -161,7 +161,10 @@ def _complain(problems: Any, as_json: bool) -> None:
 def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
     ranks = job.layout.world
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // ranks))
-    with tempfile.TemporaryDirectory(prefix="plait-") as name, _environment(threads):
+    with (
+        tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as name,
+        _environment(threads),
+    ):
         folder = Path(name)
         steps, doing = shared(folder, ranks)
         _warm_server(work)
@@ -190,7 +193,11 @@ def _launch(job: Job, as_json: bool, work: Work | None) -> Any:
             with _alone_with_the_ranks():
                 results = elastic_launch(config, _rank)(job, folder, threads, as_json, work)
         except SignalException as e:
+            _end_server()
             raise _Ended(128 + int(e.sigval)) from None
+        except (_Ended, KeyboardInterrupt):  # before torch's launcher heeds signals
+            _end_server()
+            raise
         except ChildFailedError as e:
             rank, failure = e.get_first_failure()
             raise verdict(folder, rank, failure.exitcode, steps, doing) from None
@@ -241,6 +248,21 @@ def _warm_server(work: Work | None) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_server() -> None:
+    """Ends the fork server and what it has just forked: a rank that comes up after the launcher
+    has gone would only complain that it is not there."""
+    from multiprocessing.forkserver import _forkserver
+
+    server = _forkserver._forkserver_pid
+    if server is None:
+        return
+    children = Path(f"/proc/{server}/task/{server}/children")
+    pids = children.read_text().split() if children.exists() else []
+    for pid in (server, *map(int, pids)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
