@@ -82,8 +82,11 @@ class Trace:
     weights: Any
 
 
-def one_process(job: Job) -> Trace:
-    """The oracle: plain autograd, torch's own clipping and AdamW, no code of plait.parallel."""
+def one_process(job: Job, pieces: int = 1) -> Trace:
+    """The oracle: plain autograd, torch's own clipping and AdamW, no code of plait.parallel.
+
+    pieces: the global batch passes in so many equal parts, one after the other.
+    """
     module = Transformer(job.model).to(torch.float64)
     for child in module.modules():
         if isinstance(child, Dropout):
@@ -108,11 +111,16 @@ def one_process(job: Job) -> Trace:
     losses, norms, gradients = [], [], {}
     for step in range(t.steps):
         batch = global_batch(job, step)
+        whole = batch.tokens, batch.targets, batch.index
         valid = (batch.targets >= 0).sum()
         for moe in mixtures(module):
             moe.scale = 1 / valid.double()
-        loss = module(batch.tokens, batch.targets, batch.index) / valid
-        loss.backward()
+            moe.take()
+        loss = torch.zeros((), dtype=torch.float64)
+        for part in zip(*(t.chunk(pieces) for t in whole), strict=True):
+            partial = module(*part) / valid
+            partial.backward()
+            loss += partial.detach()
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in named.items()}
         norms.append(float(torch.nn.utils.clip_grad_norm_(learned.values(), t.clip)))
@@ -137,7 +145,7 @@ def on_rank(rank: int, job: Job, check: bool = False) -> Trace:
     engine = program.engine
     # The first step by hand: the optimizer overwrites the gradients.
     mean_loss, _ = program.forward_backward(micro_batches(job, mesh, 0))
-    totals = [program.totals(mean_loss)]
+    totals = [program.totals(mean_loss)[:2]]
     gradients = [
         (p.parameter.name, p.offset, p.size, engine.segments[i].grad[s].clone())
         for p, i, s in engine.held()

@@ -158,7 +158,7 @@ def test_the_loss_over_a_batch_is_the_librarys():
     seen = []
     mixture.router.register_forward_hook(lambda _, __, logits: seen.append(logits))
     model(TOKENS, TOKENS).backward()
-    _, losses = mixture.take()
+    _, _, losses = mixture.take()
     theirs = load_balancing_loss_func((seen[0],), 6, 2)
     assert losses[0].item() == pytest.approx(BATCH * SEQ * theirs.item() / 2, rel=1e-6)
     assert losses[1] == 0
@@ -179,7 +179,7 @@ def test_losses_add_up_over_micro_batches_and_scale():
         parts(one, one).backward()
     assert_equal(gradients(parts), gradients(whole))
     for a, b in zip(mixtures(parts), mixtures(whole), strict=True):
-        (load, losses), (other, same) = a.take(), b.take()
+        (load, _, losses), (other, _, same) = a.take(), b.take()
         assert torch.equal(load, other)
         assert torch.allclose(losses, same, rtol=1e-12)
         assert load.sum() == BATCH * SEQ * 2
@@ -216,7 +216,7 @@ def test_the_global_form_knows_what_has_passed():
     taken = []
     for one in TOKENS.split(1):
         model(one, one).backward()
-        taken.append(mixture.tally[1][0].item())
+        taken.append(mixture.tally[2][0].item())
     expected, passed = 0.0, torch.zeros(6, dtype=torch.float64)
     for logits in seen:
         index, _, scores = choose(moe, logits, None)
@@ -289,7 +289,7 @@ def test_the_corrections_gradient_is_the_load_beyond_an_even_share():
     model = built(moe)
     (mixture,) = mixtures(model)
     model(TOKENS, TOKENS).backward()
-    load, _ = mixture.take()
+    load, _, _ = mixture.take()
     assert torch.equal(load, mixture.load)
     excess = mixture.router.correction.grad
     assert excess.tolist() == [6 * n - load.sum().item() for n in load.tolist()]
@@ -307,7 +307,7 @@ def test_the_correction_balances():
     for _ in range(60):
         mixture.router.correction.grad = None
         model(TOKENS, TOKENS).backward()
-        load, _ = mixture.take()
+        load, _, _ = mixture.take()
         peaks.append(load.max().item() / load.double().mean().item())
         correct(mixture.router.correction, mixture.router.correction.grad, 0.02)
     assert sum(peaks[-10:]) / 10 - 1 < (peaks[0] - 1) / 2
@@ -392,6 +392,7 @@ class Bank(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(*shape, dtype=dtype))
         self.bias = nn.Parameter(torch.randn(*shape[:2], dtype=dtype)) if bias else None
+        self.adds = True
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -159,6 +159,7 @@ class MoE(nn.Module):
         ranks: see `Alone`.
         scale: a number or scalar tensor; what the summed loss is multiplied by before backward.
         load: int64 [E], choices of each expert in the last forward, of this rank's tokens.
+        received: those of them that are within its capacity; all of them where it has none.
         tally: what has passed backward, so each micro batch just once, since `take`, which a
             trainer calls once a step.
     """
@@ -173,7 +174,8 @@ class MoE(nn.Module):
         self.ranks = Alone()
         self.scale: float | Tensor = 1.0
         self.load: Tensor | None = None
-        self.tally: tuple[Tensor, Tensor] | None = None
+        self.received: Tensor | None = None
+        self.tally: tuple[Tensor, Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, ctx: Any) -> Tensor:
         """x: this rank's rows of the stream. ctx: a `transformer.Context`."""
@@ -191,20 +193,25 @@ class MoE(nn.Module):
         table = torch.zeros(ctx.batch * moe.experts, dtype=torch.int64, device=x.device)
         table = table.scatter_add_(0, key.flatten(), torch.ones_like(index).flatten())
         table = table.view(ctx.batch, moe.experts)
-        self.load = table.sum(0)
+        self.load = self.received = table.sum(0)
         losses = logits.new_zeros(2)
         if self.training and (moe.aux_loss or moe.z_loss):
             losses = torch.stack(self._losses(logits, scores, sequence, table))
-        weight = _Attach.apply(weight, losses, self.router.correction, self)
+        keep = None
         if moe.capacity is not None:
             keep = self._keep(index, weight.detach(), sequence, ctx)
+            self.received = torch.zeros_like(self.load)
+            self.received.scatter_add_(0, index.flatten(), keep.flatten().to(torch.int64))
+        weight = _Attach.apply(weight, losses, self.router.correction, self)
+        if keep is not None:
             index = torch.where(keep, index, moe.experts)
             weight = torch.where(keep, weight, 0.0)
         return index, weight
 
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """(choices int64 [E], losses [2]: summed over tokens, aux and z, coefficients included)
-        of what passed backward since the last time, this rank's; None if nothing did."""
+    def take(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(load int64 [E], received int64 [E], losses [2]: summed over tokens, aux and z,
+        coefficients included) of what passed backward since the last time, this rank's; None if
+        nothing did."""
         taken, self.tally = self.tally, None
         return taken
 
@@ -250,18 +257,21 @@ class _Attach(torch.autograd.Function):
         ctx: Any, weight: Tensor, losses: Tensor, correction: Tensor | None, moe: MoE
     ) -> Tensor:
         ctx.moe = moe
-        ctx.save_for_backward(moe.load, losses.detach())
+        ctx.save_for_backward(moe.load, moe.received, losses.detach())
         ctx.dtype = None if correction is None else correction.dtype
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        moe, (load, losses) = ctx.moe, ctx.saved_tensors
-        seen = moe.tally
-        moe.tally = (load, losses) if seen is None else (seen[0] + load, seen[1] + losses)
+        moe, (load, received, losses) = ctx.moe, ctx.saved_tensors
+        moe.tally = _added(moe.tally, (load, received, losses))
         excess = None if ctx.dtype is None else (load * len(load) - load.sum()).to(ctx.dtype)
         return grad, torch.ones_like(losses) * moe.scale, excess, None
+
+
+def _added(seen: tuple[Tensor, ...] | None, more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return more if seen is None else tuple(a + b for a, b in zip(seen, more, strict=True))
 
 
 @torch.no_grad()

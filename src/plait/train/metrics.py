@@ -21,6 +21,7 @@ from rich.table import Table
 
 from plait.spec.findings import UserError, error
 from plait.spec.job import Job
+from plait.train.routing import Routing
 
 #: Seconds between two lines, on a terminal and elsewhere.
 LIVE_INTERVAL, PLAIN_INTERVAL = 0.1, 5.0
@@ -39,8 +40,11 @@ class Step:
         seconds: that the step took.
         memory_bytes: the largest that a rank has held so far.
         skipped: nothing was updated (float16 overflow).
-        eval_loss: after the step, on samples that are not trained on; None where it was not
-            measured, and then left out of the file.
+        eval_loss: after the step, on samples that are not trained on.
+        aux_loss, z_loss, imbalance, dropped: of the mixtures of experts (`train.routing`): what
+            the losses beside the cross entropy add to `loss`, which does not hold them.
+
+    What is None was not measured, or there is no such thing, and is left out of the file.
     """
 
     step: int
@@ -52,6 +56,10 @@ class Step:
     memory_bytes: int
     skipped: bool = False
     eval_loss: float | None = None
+    aux_loss: float | None = None
+    z_loss: float | None = None
+    imbalance: float | None = None
+    dropped: float | None = None
 
     def to_json(self) -> str:
         """One line. JSON has no NaN and no infinity: they become null."""
@@ -84,6 +92,7 @@ class Metrics:
         self.task = 0
         self.shown = -math.inf  # when the progress was last shown
         self.pace: float | None = None  # seconds of a step, smoothed
+        self.routing: Routing | None = None  # of the last step
         self.tokens = job.train.global_batch * job.train.seq_len
 
     def __enter__(self) -> "Metrics":
@@ -131,10 +140,20 @@ class Metrics:
         memory_bytes: int,
         skipped: bool = False,
         eval_loss: float | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """Reports a step that is done."""
         if not self.telling:
             return
+        mixtures = {}
+        if routing is not None:
+            mixtures = {
+                "aux_loss": routing.aux_loss,
+                "z_loss": routing.z_loss,
+                "imbalance": routing.imbalance,
+                "dropped": routing.dropped if self.job.model.moe.capacity is not None else None,
+            }
+            self.routing = routing
         rate = self.tokens / max(seconds, 1e-9)
         done = Step(
             step,
@@ -146,6 +165,7 @@ class Metrics:
             int(memory_bytes),
             skipped,
             eval_loss,
+            **mixtures,
         )
         if self.file is not None:
             self.file.write(done.to_json() + "\n")
@@ -169,6 +189,10 @@ class Metrics:
             f"{readable(done.memory_bytes)}  norm {done.grad_norm:.3g}  "
             f"lr {done.learning_rate:.2e}" + ("  skipped" if done.skipped else "")
         )
+        if done.imbalance is not None:
+            line += f"  imbalance {done.imbalance:.2f}"
+        if done.dropped:
+            line += f"  dropped {done.dropped:.1%}"
         if done.eval_loss is not None:
             line += f"  eval {done.eval_loss:.4f}"
         if self.live:
@@ -204,6 +228,8 @@ class Metrics:
             return
         self.close()
         self.out.print(_table(shares))
+        if self.routing is not None:
+            self.out.print(_tokens_table(self.routing))
         # Plain prints: a path or a command must come out whole, to be copied.
         if predicted:
             print(f"predicted   {predicted}", file=self.out.file)
@@ -263,6 +289,42 @@ def _table(shares: Sequence[Share]) -> Table:
         style = "bold" if i in sums else None
         table.add_row(kind, *(cells[i] for _, cells in groups), style=style, end_section=i in sums)
     return table
+
+
+#: A table of tokens per expert has no more mixtures and experts than this, the fullest ones.
+MOST_LAYERS, MOST_EXPERTS = 8, 8
+
+
+def _tokens_table(routing: Routing) -> Table:
+    """Tokens per expert in the last step, of all ranks: the mixtures where they are least even,
+    and of each its fullest experts."""
+    table = Table()
+    table.add_column("tokens per expert, last step")
+    experts = len(routing.sent[0])
+    for name in ("mean", "imbalance", *(("sent", "received") if _drops(routing) else ("sent",))):
+        table.add_column(name, justify="right" if name in ("mean", "imbalance") else "left")
+    order = sorted(range(len(routing.layers)), key=lambda i: -max(routing.received[i]))
+    for i in sorted(order[:MOST_LAYERS]):
+        mean = sum(routing.received[i]) / experts
+        cells = [_per_expert(routing.sent[i])]
+        if _drops(routing):
+            cells.append(_per_expert(routing.received[i]))
+        worst = max(routing.received[i]) / max(mean, 1e-9)
+        table.add_row(f"layer {routing.layers[i]}", f"{mean:,.0f}", f"{worst:.2f}", *cells)
+    return table
+
+
+def _drops(routing: Routing) -> bool:
+    return routing.sent != routing.received
+
+
+def _per_expert(tokens: Sequence[int]) -> str:
+    """All of them where they are few, else the fullest and the emptiest."""
+    if len(tokens) <= MOST_EXPERTS:
+        return " ".join(f"{n:,}" for n in tokens)
+    order = sorted(range(len(tokens)), key=lambda e: -tokens[e])
+    first = ", ".join(f"{tokens[e]:,} (expert {e})" for e in order[:2])
+    return f"{first} ... {tokens[order[-1]]:,} (expert {order[-1]})"
 
 
 def _kinds(shares: Sequence[Share], side: str) -> list[str]:

@@ -31,17 +31,20 @@ from plait.schedules.transfers import with_transfers
 from plait.spec.chunks import chunk_layers
 from plait.spec.job import Job
 from plait.train.optimizer import apply_update, make_optimizer, squared_norm
+from plait.train.routing import taken
 from plait.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Scalars of one step, the same on every rank: mean loss over the global batch's valid
-    tokens, gradient norm before clipping (both float64), number of valid tokens (int64)."""
+    tokens, gradient norm before clipping (both float64), number of valid tokens (int64); and
+    what routers chose, as `train.routing.routing_of` reads it."""
 
     loss: Tensor
     grad_norm: Tensor
     tokens: Tensor
+    routed: Tensor
 
 
 def dtypes_of(job: Job) -> Dtypes:
@@ -177,14 +180,17 @@ class Program:
             self.mesh["world"].all_reduce(valid)
         return valid
 
-    def totals(self, mean_loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss and the gradient norm, summed over all ranks in one message."""
+    def totals(self, mean_loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss, the gradient norm, and what routers chose since the last time, summed over
+        all ranks in one message."""
         self.mesh.scope.note("waiting for the gradient norm")
         squares = squared_norm(self.engine.segments)
         both = torch.stack((mean_loss / self.mesh["tp"].size, squares))
+        routed = taken(self.job.model, self.modules.values(), self.device)
+        sums = torch.cat((both, routed))
         with self.mesh.scope.during("norm"):
-            self.mesh["world"].all_reduce(both)
-        return both[0], both[1].sqrt()
+            self.mesh["world"].all_reduce(sums)
+        return sums[0], sums[1].sqrt(), sums[2:]
 
     def update(self, norm: Tensor, rate: float, loss_scale: float = 1.0) -> None:
         """The optimizer's step, for a norm of the scaled gradients."""
@@ -202,13 +208,13 @@ class Program:
         """
         train = self.job.train
         mean_loss, valid = self.forward_backward(batches, loss_scale)
-        loss, norm = self.totals(mean_loss)
+        loss, norm, routed = self.totals(mean_loss)
         rate = learning_rate(number, train)
         self.mesh.scope.note("in the optimizer, or gathering its weights")
         with self.mesh.scope.during("optimizer"):
             self.update(norm, rate, loss_scale)
             self.engine.publish()
-        return StepResult(loss, norm / loss_scale, valid)
+        return StepResult(loss, norm / loss_scale, valid, routed)
 
 
 def _enter_head(scope: Scope, stream: Tensor) -> None:

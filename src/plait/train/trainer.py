@@ -29,6 +29,7 @@ from plait.train.launch import World
 from plait.train.metrics import Metrics, Share, readable
 from plait.train.outcome import RunFailed
 from plait.train.program import MicroBatch, Program
+from plait.train.routing import routing_of
 from plait.train.schedule import learning_rate
 
 #: float16: good steps after which the loss scale doubles (torch.amp.GradScaler's default).
@@ -140,6 +141,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
             memory_bytes=_memory_bytes(world.device),
             skipped=overflow,
             eval_loss=_evaluate(program, corpus, world) if evaluated else None,
+            routing=routing_of(job.model, result.routed, int(result.tokens)),
         )
         every = job.checkpoint.every
         if folder and (done == job.train.steps or (every and done % every == 0)):
