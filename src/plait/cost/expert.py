@@ -70,6 +70,15 @@ def first_rows(job: Job) -> Rows:
     return Rows(sum(counts), come, layout.etp * come)
 
 
+def told(job: Job) -> int:
+    """Numbers that the ranks add up of a step's routing: for each mixture two of every expert and
+    two losses."""
+    model = job.model
+    if model.moe is None:
+        return 0
+    return (2 * model.moe.experts + 2) * sum(map(model.is_moe, range(model.layers)))
+
+
 def expert_traffic(
     job: Job, ledger: TrafficLedger, stage: int, part: Part, routed: Routed | None = None
 ) -> None:

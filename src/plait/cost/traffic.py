@@ -3,7 +3,7 @@
 from plait.cost.context import context_traffic
 from plait.cost.data import data_traffic
 from plait.cost.dtypes import size_of
-from plait.cost.expert import Routed, expert_traffic
+from plait.cost.expert import Routed, expert_traffic, told
 from plait.cost.ledger import TrafficLedger
 from plait.cost.parts import parts_of
 from plait.cost.pipeline import pipeline_traffic
@@ -26,8 +26,10 @@ def traffic(job: Job, routed: Routed | None = None) -> TrafficLedger:
             context_traffic(job, ledger, stage, part)
             expert_traffic(job, ledger, stage, part, routed)
             data_traffic(job, ledger, stage, part)
-        # Valid tokens of the global batch; then the loss and the squared gradient norm together.
+        # Valid tokens of the global batch; then the loss, the squared gradient norm and what
+        # routers chose together.
         ledger.add(stage, "world", "all-reduce", "loss", "int64", size_of("int64"), world)
-        ledger.add(stage, "world", "all-reduce", "norm", "float64", size_of("float64", 2), world)
+        last = size_of("float64", 2 + told(job))
+        ledger.add(stage, "world", "all-reduce", "norm", "float64", last, world)
     pipeline_traffic(job, ledger)
     return ledger
