@@ -166,19 +166,19 @@ class Core:
             tape.take(block, kind)
             tape.take(block if n > 1 else 0, kind)
             self._own(tape, calls)
+            tape.drop(block, kind)
             for step in range(1, n):
                 tape.take(0 if step + 1 == n else block, kind)
-                tape.drop(block, kind)
                 self._others(tape, calls)
+                tape.drop(block, kind)
         else:
             self._gather(tape)
             self._own(tape, calls)
             self._others(tape, calls)
-            block *= w.ring
+            tape.drop(block * w.ring, kind)
         if self.coarse:
             tape.take(self.q)
             tape.drop(self.wide_q)
-        tape.drop(block if w.ring > 1 else 0, kind)
         if w.ulysses > 1:
             self._to_sequence(tape)
             tape.drop(0 if keep else self.keeps)
@@ -280,21 +280,20 @@ class Core:
             tape.take(block, kind)
             tape.take(block if n > 1 else 0, kind)
             self._piece_gradients(tape, calls.own)
+            tape.drop(block, kind)
             for step in range(1, n):
                 tape.take(0 if step + 1 == n else block, kind)
                 tape.take(wide)
-                tape.drop(block, kind)
-                tape.drop(wide if step > 1 and self.coarse else 0)
                 self._piece_gradients(tape, calls.others)
-                tape.drop(block if step > 2 else 0, kind)  # what came two steps before
                 tape.take(sent + block, kind)
-                if step > 1:
-                    tape.drop(sent, kind)
+                if step > 1:  # what was sent and what came the step before
+                    tape.drop(sent + block, kind)
                     tape.drop(0 if self.coarse else wide)
+                tape.drop(block, kind)
+                tape.drop(wide if self.coarse else 0)
             if n > 1:
-                tape.drop(wide)
-                tape.drop(sent + block + (block if n > 2 else 0), kind)
-            tape.drop(block, kind)
+                tape.drop(sent + block, kind)
+                tape.drop(0 if self.coarse else wide)
         else:
             self._gather(tape)
             self._piece_gradients(tape, calls.own)
