@@ -49,9 +49,7 @@ def taken(model: Model, modules: Iterable[Transformer], device: str) -> Tensor:
         return torch.zeros(0, dtype=torch.float64, device=device)
     layers = moe_layers(model)
     row = {layer: i for i, layer in enumerate(layers)}
-    table = torch.zeros(
-        len(layers), 2 * model.moe.experts + 2, dtype=torch.float64, device=device
-    )
+    table = torch.zeros(len(layers), 2 * model.moe.experts + 2, dtype=torch.float64, device=device)
     for module in modules:
         for number, layer in module.layers.items():
             for moe in mixtures(layer):
