@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import cases
-from harness import Case, compare, micro_batches, one_process
+from harness import Case, Trace, compare, micro_batches, one_process
 from plait.parallel.mesh import make_mesh
 from plait.spec import saved
 from plait.spec.findings import UserError
-from plait.spec.job import Checkpoint
+from plait.spec.job import Checkpoint, Job
 from plait.spec.layout import Layout
 from plait.train import checkpoint
 from plait.train.program import Program
@@ -74,15 +74,51 @@ def oracle():
     ids=lambda name: name.replace(" ", "_"),
 )
 def test_a_run_goes_on_under_another_layout(before, after, oracle, tmp_path):
-    run_ranks(LAYOUTS[before].world, save_after, job_of(LAYOUTS[before]), 1, str(tmp_path))
-    job = job_of(LAYOUTS[after])
+    hold(job_of(LAYOUTS[before]), job_of(LAYOUTS[after]), oracle, str(tmp_path))
+
+
+def hold(before: Job, after: Job, oracle: Trace, folder: str) -> None:
+    """Saved after a step, gone on for two: as without the break."""
+    run_ranks(before.layout.world, save_after, before, 1, folder)
     traces = []
-    for losses, norms, weights in run_ranks(job.layout.world, go_on, job, str(tmp_path), 3):
+    for losses, norms, weights in run_ranks(after.layout.world, go_on, after, folder, 3):
         trace = replace(oracle, losses=oracle.losses[:1] + losses, norms=oracle.norms[:1] + norms)
         trace.weights = weights
         trace.gradients = [(n, (0,) * g.dim(), g.shape, g) for n, g in oracle.gradients.items()]
         traces.append(trace)
     compare(traces, oracle)
+
+
+#: Experts whole and cut, on all ranks and on some; their states sharded over what ep and etp leave.
+EXPERTS = {
+    "one rank": Layout.fill(1),
+    "ep 2": Layout.fill(2, ep=2),
+    "ep 4 x etp 2": Layout.fill(8, tp=2, ep=4, etp=2),
+    "ep 2, cp 2, zero 3": Layout.fill(4, cp=2, ep=2, zero=3),
+    "ep 2 in two stages": Layout.fill(4, pp=2, ep=2, vpp=1, zero=2),
+    "etp 2, zero 0": Layout.fill(2, tp=2, etp=2, zero=0),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("deepseek", "ep 2", "ep 4 x etp 2"),
+        ("deepseek", "ep 4 x etp 2", "one rank"),
+        ("deepseek", "ep 2, cp 2, zero 3", "ep 2 in two stages"),
+        ("gpt-oss", "ep 2 in two stages", "etp 2, zero 0"),
+        ("gpt-oss", "etp 2, zero 0", "ep 2, cp 2, zero 3"),
+        ("gpt-oss", "one rank", "ep 4 x etp 2"),
+    ],
+)
+def test_a_mixture_goes_on_under_another_layout(model, before, after, tmp_path):
+    def job(name):
+        layout = EXPERTS[name]
+        micro = 1 if layout.pp > 1 else 8 // layout.dp
+        accumulation = 8 // layout.dp // micro
+        return Case(cases.MIXTURES[model], replace(layout, micro_batch=micro), accumulation).job
+
+    hold(job(before), job(after), one_process(job("one rank")), str(tmp_path))
 
 
 def test_only_whole_checkpoints_are_found(tmp_path):
