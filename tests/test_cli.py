@@ -176,7 +176,8 @@ def test_the_help_speaks_of_every_field(plait):
         (("--model", "/nowhere/config.json"), "/nowhere/config.json"),
         (("--gpus", "h100"), "gpus: "),
         (("--gpus", "h100:0"), "gpus: "),
-        (("--cp", "2"), "layout.cp: context parallelism is not built yet (cp 2)"),
+        (("--tp", "2", "--dcp", "2"), "decode context parallelism is not built yet (dcp 2)"),
+        (("--cp", "3", "--ranks", "3"), "train.seq_len: "),
         (("--model", "tiny-moe"), "a mixture of experts (tiny-moe) is not built yet"),
         (("--zero", "0", "--dp-shard", "2"), "zero 0 shards no model state"),
     ],
@@ -328,7 +329,7 @@ def test_what_is_wrong_with_a_pipeline_is_said_and_nothing_else(plait, command, 
         (("llama3.1-8b", "--gpus", "h100:64", "--tp", "8"), True, 0),
         (("llama3.1-8b", "--gpus", "h100:64", "--tp", "8"), False, 1),
         (("tiny", "--ranks", "4"), None, 0),
-        (("llama3.1-8b", "--gpus", "h100:64", "--cp", "2"), None, 1),  # understood, not built
+        (("tiny", "--ranks", "2", "--tp", "2", "--dcp", "2"), None, 1),  # understood, not built
         (("--model", "tiny", "--ranks", "6", "--tp", "3"), None, 1),  # understood, illegal
     ],
 )
@@ -362,7 +363,7 @@ def test_dryrun(plait, library):
     assert plait(*argv, "--json")[:2] == (0, '{"agree": true}\n')
     library.measured = {"agree": False}
     assert plait(*argv)[0] == 1
-    code, out, err = plait(*argv, "--cp", "2")
+    code, out, err = plait(*argv, "--dcp", "2")
     assert (code, out) == (2, "")
     assert "not built yet" in err
 

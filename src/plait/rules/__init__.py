@@ -1,6 +1,6 @@
 """What is illegal about a job, and what is legal and a pity."""
 
-from plait.rules import legality, pipeline, pitfalls
+from plait.rules import context, legality, pipeline, pitfalls
 from plait.spec.findings import Finding
 from plait.spec.job import Job
 
@@ -11,11 +11,13 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
     Args:
         purpose: "train" adds what only matters to a run on text; see `plait.spec.jobfile`.
     """
-    rules = legality.RULES + pipeline.RULES + pitfalls.RULES + pipeline.PITFALLS
+    rules = legality.RULES + context.RULES + pipeline.RULES
+    rules += pitfalls.RULES + context.PITFALLS + pipeline.PITFALLS
     if purpose == "train":
         rules = legality.TRAIN_RULES + rules
     found = [finding for rule in rules for finding in rule(job)]
     if all(finding.level != "error" for finding in found):
-        found += [finding for rule in pipeline.LEDGER_RULES for finding in rule(job)]
+        ledger_rules = pipeline.LEDGER_RULES + context.LEDGER_RULES
+        found += [finding for rule in ledger_rules for finding in rule(job)]
     order = ("error", "warning", "note")
     return sorted(found, key=lambda f: order.index(f.level))

@@ -197,15 +197,17 @@ def norm_over_ranks(job: Job) -> Iterator[Finding]:
 
 
 def sequence_pieces(job: Job) -> Iterator[Finding]:
-    """Sequence parallelism cuts the tokens of a micro batch in equal pieces."""
+    """Sequence parallelism cuts the tokens of a micro batch that a rank has in equal pieces."""
     layout, seq_len = job.layout, job.train.seq_len
-    micro, tp = layout.micro_batch, layout.tp
-    if not layout.sequence_parallel or tp == 1 or micro * seq_len % tp == 0:
+    micro, tp, cp = layout.micro_batch, layout.tp, layout.cp
+    tokens = micro * seq_len // cp
+    if not layout.sequence_parallel or tp == 1 or seq_len % cp or tokens % tp == 0:
         return
-    step = tp // gcd(micro, tp)
+    step = cp * tp // gcd(micro, tp)
     legal = max(step, seq_len // step * step)
+    over = f" / cp {cp}" if cp > 1 else ""
     message = (
-        f"sequence parallelism cuts micro batch {micro} x {seq_len} = {micro * seq_len} tokens "
+        f"sequence parallelism cuts micro batch {micro} x {seq_len}{over} = {tokens} tokens "
         f"in {tp} equal pieces, and they do not divide"
     )
     yield error("train.seq_len", seq_len, message, legal, "sequence-pieces")

@@ -22,14 +22,14 @@ def _finding(
     return Finding(level, rule, message, where, value, suggest)
 
 
-def _leaves_domain(cluster: Cluster | None, inner: int, degree: int, world: int) -> bool:
+def leaves_domain(cluster: Cluster | None, inner: int, degree: int, world: int) -> bool:
     """Whether some group of `degree` ranks, `inner` apart, leaves the fast domain."""
     if cluster is None or degree == 1 or world <= cluster.fast_domain:
         return False
     return cluster.fast_domain % (inner * degree) != 0
 
 
-def _slow(cluster: Cluster) -> str:
+def slow_links(cluster: Cluster) -> str:
     """The slow link in words, with its speed where it is known."""
     if cluster.nic is None:
         return "the slow links"
@@ -39,7 +39,7 @@ def _slow(cluster: Cluster) -> str:
 def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     """Tensor parallelism sends in every layer, and waits for it: it belongs on fast links."""
     layout, cluster = job.layout, job.cluster
-    if not _leaves_domain(cluster, 1, layout.tp, layout.world):
+    if not leaves_domain(cluster, 1, layout.tp, layout.world):
         return
     # In units of an all-gather or reduce-scatter of the stream, forward and backward of a
     # layer: 2 all-reduces each way are 8; under sequence parallelism backward gathers both
@@ -50,7 +50,7 @@ def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     best = max(t for t in legal_tp(job.model) if t < layout.tp and domain % t == 0)
     message = (
         f"tp {layout.tp} leaves the fast domain of {domain} devices: each layer sends "
-        f"{in_bytes(sent)} per rank and micro batch over {_slow(cluster)}"
+        f"{in_bytes(sent)} per rank and micro batch over {slow_links(cluster)}"
     )
     if cluster.nic:
         fast, slow = sent / cluster.link * 1e3, sent / cluster.nic * 1e3
@@ -62,7 +62,7 @@ def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
 def zero_3_over_slow_links(job: Job) -> Iterator[Finding]:
     """ZeRO-3 gathers every parameter twice a micro batch: over slow links that is felt."""
     layout, cluster = job.layout, job.cluster
-    if layout.zero != 3 or not _leaves_domain(cluster, layout.tp, layout.fsdp, layout.world):
+    if layout.zero != 3 or not leaves_domain(cluster, layout.tp, layout.fsdp, layout.world):
         return
     local = parameter_count(job.model) / (layout.tp * layout.pp) * element_bytes(job)
     gathered = 2 * job.train.accumulation * local * (layout.fsdp - 1) / layout.fsdp
@@ -76,7 +76,7 @@ def zero_3_over_slow_links(job: Job) -> Iterator[Finding]:
         suggest |= {"layout.dp_shard": shard, "layout.dp_replicate": layout.dp // shard}
         hint += f"; HSDP (dp_shard {shard}) gathers inside the fast domain"
     message = (
-        f"zero 3 gathers {in_bytes(gathered)} per rank and step over {_slow(cluster)}, since "
+        f"zero 3 gathers {in_bytes(gathered)} per rank and step over {slow_links(cluster)}, since "
         f"{layout.fsdp} shards leave the fast domain of {cluster.fast_domain} devices; {hint}"
     )
     yield _finding("warning", "zero-3-over-slow-links", "layout.zero", 3, message, suggest)
@@ -134,7 +134,7 @@ def tensor_without_sequence(job: Job) -> Iterator[Finding]:
         f"without it each of the {layout.tp} tp ranks keeps about {in_bytes(kept)} per layer and "
         f"micro batch that could be cut to {in_bytes(kept / layout.tp)}"
     )
-    divides = layout.micro_batch * job.train.seq_len % layout.tp == 0
+    divides = layout.micro_batch * job.train.seq_len // layout.cp % layout.tp == 0
     suggest = {where: True} if divides else {}
     yield _finding("warning", "tp-without-sequence-parallel", where, False, message, suggest)
 
@@ -145,7 +145,7 @@ def option_without_axis(job: Job) -> Iterator[Finding]:
     needs = {
         "sequence_parallel": ("tp", layout.tp),
         "ulysses": ("cp", layout.cp),
-        "cp_method": ("cp", layout.cp),
+        "cp_method": ("cp / ulysses", layout.cp // layout.ulysses),
         "vpp": ("pp", layout.pp),
         "schedule": ("pp", layout.pp),
         "stages": ("pp", layout.pp),
