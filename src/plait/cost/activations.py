@@ -8,6 +8,7 @@ the rest is dropped where Python drops it. Below, n is a number of elements.
 
 from plait.cost.context import Core
 from plait.cost.maps import Maps
+from plait.cost.mixture import Mixture
 from plait.cost.parts import Part
 from plait.cost.tape import Tape
 from plait.spec.job import Job
@@ -24,6 +25,7 @@ class Chunk(Maps):
         super().__init__(job, part, split)
         self.coarse = self.s.c < self.s.a
         self.core = Core(job) if job.layout.cp > 1 else None  # attention over the cp ranks
+        self.mixture = Mixture(self) if job.model.moe else None
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
         self.given = False  # the gradient of the stream is somebody else's, to the end
         self.owed = 0  # bytes of that gradient, once it has been used
@@ -263,6 +265,9 @@ class Chunk(Maps):
 
     def mlp(self, i: int, keep: bool, stop: bool = False) -> None:
         """As `attention`."""
+        if self.mixture and self.model.is_moe(i):
+            self.mixture.forward(keep, stop, self.again("mlp"))
+            return
         s, n = self.s, self.s.c * self.s.tokens * self.s.ffn
         maps = 2 if self.model.gated else 1
         self.fan_out(*[s.ffn] * maps)
@@ -274,17 +279,16 @@ class Chunk(Maps):
 
     def mlp_backward(self, name: str, i: int) -> None:
         """As `attention_backward`."""
-        s, tape, n = self.s, self.tape, self.s.c * self.s.tokens * self.s.ffn
+        if self.mixture and self.model.is_moe(i):
+            self.mixture.backward(name.removesuffix("mlp") + "moe")
+            if self.again("mlp") and not self.mixture.keeps_input:
+                self.tape.drop(self.stream)
+            return
+        s, n = self.s, self.s.c * self.s.tokens * self.s.ffn
         self.leave_backward(f"{name}.down", s.ffn, n)
-        if self.model.gated:
-            tape.take(3 * n)  # both gradients and a factor of one
-            tape.drop(4 * n)  # the factor, the product's gradient, gate, up
-            maps = {f"{name}.gate": s.ffn, f"{name}.up": s.ffn}
-        else:
-            tape.take(n)
-            tape.drop(2 * n)
-            maps = {f"{name}.up": s.ffn}
-        self.fan_out_backward(maps, self.stream)
+        self.product_backward(n)
+        maps = ("gate", "up") if self.model.gated else ("up",)
+        self.fan_out_backward({f"{name}.{m}": s.ffn for m in maps}, self.stream)
 
     # -- dropout: [t, hidden] -> the same
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plait.cost.dtypes import dtypes_of
 from plait.cost.tape import Tape
-from plait.spec.buckets import Bucket, zero_stage
+from plait.spec.buckets import Bucket, shards_of, zero_stage
 from plait.spec.job import DTYPE_BYTES, Job
 
 
@@ -23,9 +23,10 @@ class Engine:
     def __init__(self, job: Job, units: Sequence[str], buckets: Sequence[Bucket]):
         dtypes = dtypes_of(job)
         self.tape = Tape()
-        self.buckets, self.zero = buckets, zero_stage(job.layout)
+        self.buckets = buckets
+        self.zero = [zero_stage(job.layout, b.expert) for b in buckets]
         self.c, self.g = DTYPE_BYTES[dtypes.compute], DTYPE_BYTES[dtypes.grad]
-        self.shards = job.layout.fsdp
+        self.shards = [shards_of(job.layout, b.expert) for b in buckets]
         numbers = range(len(buckets))
         self.home = {e.parameter.name: i for i in numbers for e in buckets[i].entries}
         self.units = units
@@ -48,11 +49,9 @@ class Engine:
 
     def gather(self, *units: int) -> None:
         """The weights of units (by their number) come, where they are not there."""
-        if self.zero < 3:
-            return
         for unit in units:
             for i in self.uses[self.units[unit]] if 0 <= unit < len(self.units) else ():
-                if i not in self.gathered:
+                if self.zero[i] == 3 and i not in self.gathered:
                     self.gathered.add(i)
                     self.tape.take(self.c * self.buckets[i].size, "gathered")
 
@@ -75,15 +74,15 @@ class Engine:
 
     def arrive(self, name: str) -> None:
         """One parameter's gradient is added to its bucket."""
-        if self.zero < 2:
-            return
         i = self.home[name]
+        if self.zero[i] < 2:
+            return
         bucket, tape = self.buckets[i], self.tape
         if self.missing[i] == len(bucket.entries):
             tape.take(self.g * bucket.size, "buffers")
         self.missing[i] -= 1
         if self.missing[i] == 0:
-            piece = self.g * bucket.size // self.shards if self.accumulated else 0
+            piece = self.g * bucket.size // self.shards[i] if self.accumulated else 0
             tape.take(piece, "buffers")
             self.finish()
             self.reducing = (i, piece)

@@ -56,7 +56,7 @@ class Maps:
         self.stream, self.whole = s.c * s.rows * s.hidden, s.c * s.tokens * s.hidden
         self.tp, self.rows = job.layout.tp > 1, s.rows < s.tokens
         #: Maps are rewritten (`parallel.tensor`), one function for all of one input.
-        self.columns = self.tp or split
+        self.columns, self.split = self.tp or split, split
         self.after = job.model.norm_at in ("output", "both")  # a norm of a branch's result
         self.queue: list[PutOff] | None = None
         self.shared = False  # the gradient of the stream is one that a map keeps
@@ -105,38 +105,50 @@ class Maps:
 
     # -- several maps of one input, [t, hidden]
 
-    def fan_out(self, *widths: int) -> None:
-        """Leaves the outputs of maps of one input."""
-        with self.tape.during(self.whole if self.rows else 0, "buffers"):
-            self.tape.take(self.s.c * self.s.tokens * sum(widths))
+    def fan_out(self, *widths: int, inputs: int = 0, local: bool = False) -> None:
+        """Leaves the outputs of maps of one input, which is `inputs` wide if not hidden. local: of
+        this rank's rows alone."""
+        s = self.s
+        whole = s.c * s.tokens * (inputs or s.hidden)
+        with self.tape.during(whole if self.rows and not local else 0, "buffers"):
+            self.tape.take(s.c * (s.rows if local else s.tokens) * sum(widths))
 
     def fan_out_backward(
-        self, widths: dict[str, int], kept: int, input: str = "activations"
+        self,
+        widths: dict[str, int],
+        kept: int,
+        input: str = "activations",
+        inputs: int = 0,
+        local: bool = False,
+        others: bool = False,
     ) -> None:
         """Turns the outputs' gradients into the input's, [t, hidden]; of the kept input, which is
-        of class `input`, it drops so many bytes."""
-        s, tape = self.s, self.tape
+        of class `input`, it drops so many bytes. inputs, local: see `fan_out`. others: somebody
+        keeps the input longer than maps that are put off."""
+        s, tape, rows = self.s, self.tape, self.rows and not local
+        tokens, inputs = s.rows if local else s.tokens, inputs or s.hidden
+        stream, whole = s.c * s.rows * inputs, s.c * tokens * inputs
         weights = [f"{name}.weight" for name in widths]
-        gradients = s.c * s.tokens * sum(widths.values())
+        gradients = s.c * tokens * sum(widths.values())
         if not self.columns:
             for done, (name, width) in enumerate(reversed(widths.items())):
                 weight = f"{name}.weight"
-                tape.take(self.stream + self.weight(weight))
-                tape.drop(s.c * s.tokens * width + (self.stream if done else 0))
+                tape.take(stream + self.weight(weight))
+                tape.drop(s.c * tokens * width + (stream if done else 0))
                 tape.drop(kept if done == len(widths) - 1 else 0, input)
                 self.arrive(f"{name}.bias")
                 self.arrive(weight, weights=True)
             return
-        gathered = self.whole if self.rows else 0
+        gathered = whole if rows else 0
         later = self.queue is not None
         tape.take(0 if later else gathered, "buffers")
-        tape.take(self.whole, "buffers" if self.rows else "")
-        if self.rows:
-            tape.take(self.stream)
-            tape.drop(self.whole, "buffers")
+        tape.take(whole, "buffers" if rows else "")
+        if rows:
+            tape.take(stream)
+            tape.drop(whole, "buffers")
         if later:
             names = [f"{n}.{kind}" for n in widths for kind in ("weight", "bias")]
-            held = (input, self.stream), (tape.kind, gradients)
+            held = (input, 0 if others else stream), (tape.kind, gradients)
             self.put_off([n for n in names if self._has(n)], *held, gathered=gathered)
             return
         tape.take(sum(self.weight(name) for name in weights))
@@ -159,14 +171,15 @@ class Maps:
         if biased and self.columns:
             self.tape.spike(self.stream)
 
-    def leave_backward(self, name: str, width: int, kept: int) -> None:
+    def leave_backward(self, name: str, width: int, kept: int, own: int | None = None) -> None:
         """Leaves the gradient of the map's input; of that input, which backward of the region
         needs no more, it drops `kept` bytes. The output's gradient is dropped too, unless it is
-        the stream's and goes on past the branch."""
+        the stream's and goes on past the branch. own: bytes of it that are let go, if not so."""
         s, tape, weight = self.s, self.tape, f"{name}.weight"
         if self.columns:  # the bias is added for itself; otherwise it is the map's
             self.arrive(f"{name}.bias")
-        own = self.stream if self.after or self.model.dropout else 0
+        if own is None:
+            own = self.stream if self.after or self.model.dropout else 0
         input = s.c * s.tokens * width
         gathered = self.whole if self.rows else 0
         if self.queue is not None:
@@ -184,3 +197,14 @@ class Maps:
         if not self.columns:
             self.arrive(f"{name}.bias")
         self.arrive(weight, weights=True)
+
+    # -- what is between the maps of an MLP
+
+    def product_backward(self, n: int) -> None:
+        """Turns the gradient of an MLP's inner product, n bytes, into those of its factors."""
+        if self.model.gated:
+            self.tape.take(3 * n)  # both gradients and a factor of one
+            self.tape.drop(4 * n)  # the factor, the product's gradient, gate, up
+        else:
+            self.tape.take(n)
+            self.tape.drop(2 * n)

@@ -21,6 +21,7 @@ stream alone; selective recompute keeps a module's input. Not counted: what kern
 and tensors of a few numbers a token.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from plait.cost.data import buckets_of
@@ -33,7 +34,7 @@ from plait.cost.step import Step, plain
 from plait.cost.tape import MOMENTS, Tape
 from plait.schedules.job import table_of
 from plait.schedules.transfers import with_transfers
-from plait.spec.buckets import Bucket, zero_stage
+from plait.spec.buckets import Bucket, shards_of, zero_stage
 from plait.spec.job import DTYPE_BYTES, Job
 
 
@@ -87,22 +88,20 @@ def states(job: Job, buckets: Iterable[Bucket]) -> dict[str, int]:
                                                         the weights exist as masters only)
     """
     c, m, g = element_bytes(job)
-    zero = zero_stage(job.layout)
-    whole = sum(b.size for b in buckets)
-    own = whole // job.layout.fsdp if zero else whole
-    split = c != m
-    return {
-        "parameters": c * whole if zero < 3 else (0 if split else m * own),
-        "gradients": g * (whole if zero < 2 else own),
-        "optimizer": 2 * m * own + (m * own if split else 0),
-    }
+    split, held = c != m, Counter(dict.fromkeys(("parameters", "gradients", "optimizer"), 0))
+    for b in buckets:  # those of experts may be at another stage
+        zero, whole, own = zero_stage(job.layout, b.expert), b.size, b.size // _shards(job, b)
+        held["parameters"] += c * whole if zero < 3 else (0 if split else m * own)
+        held["gradients"] += g * (whole if zero < 2 else own)
+        held["optimizer"] += 2 * m * own + (m * own if split else 0)
+    return dict(held)
 
 
 def _cast(job: Job, buckets: Iterable[Bucket]) -> int:
     """Bytes of gradients in the master dtype, where they have another: all of this rank's at
     once."""
     _, m, g = element_bytes(job)
-    return m * sum(b.size for b in buckets) // _shards(job) if m != g else 0
+    return m * sum(b.size // _shards(job, b) for b in buckets) if m != g else 0
 
 
 def _exchanged(job: Job, stage: int) -> int:
@@ -110,8 +109,9 @@ def _exchanged(job: Job, stage: int) -> int:
     if job.layout.pp == 1:
         return 0
     table = table_of(job)
-    copies = (n * b.size for b, n in shared(job, table, stage, table.held[stage]))
-    return element_bytes(job)[2] * max(copies, default=0) // _shards(job)
+    held = shared(job, table, stage, table.held[stage])
+    copies = (n * b.size // _shards(job, b) for b, n in held)
+    return element_bytes(job)[2] * max(copies, default=0)
 
 
 def _own(job: Job) -> int:
@@ -121,5 +121,6 @@ def _own(job: Job) -> int:
     return 16 * tokens if job.layout.cp > 1 else 0
 
 
-def _shards(job: Job) -> int:
-    return job.layout.fsdp if zero_stage(job.layout) else 1
+def _shards(job: Job, bucket: Bucket) -> int:
+    sharded = zero_stage(job.layout, bucket.expert) > 0
+    return shards_of(job.layout, bucket.expert) if sharded else 1
