@@ -178,7 +178,7 @@ def test_the_help_speaks_of_every_field(plait):
         (("--gpus", "h100:0"), "gpus: "),
         (("--tp", "2", "--dcp", "2"), "decode context parallelism is not built yet (dcp 2)"),
         (("--cp", "3", "--ranks", "3"), "train.seq_len: "),
-        (("--model", "tiny-moe"), "a mixture of experts (tiny-moe) is not built yet"),
+        (("--ranks", "2", "--ep", "2"), "tiny has no experts to spread over ep 2"),
         (("--zero", "0", "--dp-shard", "2"), "zero 0 shards no model state"),
     ],
 )

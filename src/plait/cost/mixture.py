@@ -212,7 +212,7 @@ class Mixture:
         self.chunk.tape.drop(2 * n)
 
     def _shared_backward(self, name: str) -> None:
-        tape, chunk, n = self.chunk.tape, self.chunk, self.shared
+        chunk, n = self.chunk, self.shared
         chunk.leave_backward(f"{name}.down", self.width, n, own=0)
         chunk.product_backward(n)
         maps = ("gate", "up") if self.gated else ("up",)

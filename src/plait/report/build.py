@@ -14,7 +14,14 @@ from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
 from plait.spec.chunks import chunk_layers
 from plait.spec.findings import Finding
-from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid, traffic_grid
+from plait.spec.grid import (
+    FLATTENED,
+    Grid,
+    dense_grid,
+    expert_grid,
+    expert_traffic_grid,
+    traffic_grid,
+)
 from plait.spec.job import Job
 from plait.spec.parameters import active_count, parameter_count
 
@@ -131,10 +138,13 @@ def _unknown_memory(job: Job) -> dict[str, Any]:
 
 
 def _traffic(job: Job) -> list[dict[str, Any]]:
-    ledger, grid = traffic(job), traffic_grid(job.layout)
+    ledger, grids = traffic(job), (traffic_grid(job.layout), expert_traffic_grid(job.layout))
     axes = {entry.axis for entry in ledger.entries}
-    far = {axis for axis in axes if _leaves_domain(job, grid, axis)}
+    far = {axis for axis in axes if _leaves_domain(job, grids[axis in _OF_EXPERTS], axis)}
     return [asdict(row) for row in ledger.rows(inter_node=far)]
+
+
+_OF_EXPERTS = ("etp", "ep", "edp")
 
 
 def _leaves_domain(job: Job, grid: Grid, axis: str) -> bool:

@@ -1,6 +1,6 @@
 """What is illegal about a job, and what is legal and a pity."""
 
-from plait.rules import context, legality, pipeline, pitfalls
+from plait.rules import context, experts, legality, pipeline, pitfalls
 from plait.spec.findings import Finding
 from plait.spec.job import Job
 
@@ -11,8 +11,8 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
     Args:
         purpose: "train" adds what only matters to a run on text; see `plait.spec.jobfile`.
     """
-    rules = legality.RULES + context.RULES + pipeline.RULES
-    rules += pitfalls.RULES + context.PITFALLS + pipeline.PITFALLS
+    rules = legality.RULES + context.RULES + experts.RULES + pipeline.RULES
+    rules += pitfalls.RULES + context.PITFALLS + experts.PITFALLS + pipeline.PITFALLS
     if purpose == "train":
         rules = legality.TRAIN_RULES + rules
     found = [finding for rule in rules for finding in rule(job)]

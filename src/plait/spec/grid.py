@@ -86,3 +86,11 @@ def traffic_grid(layout: Layout) -> Grid:
 def expert_grid(layout: Layout) -> Grid:
     """The grid that experts follow: the same ranks, tiled anew inside each stage."""
     return Grid(("etp", "ep", "edp", "pp"), (layout.etp, layout.ep, layout.edp, layout.pp))
+
+
+def expert_traffic_grid(layout: Layout) -> Grid:
+    """The expert grid with edp in its two parts, as the ledger names the first: over which states
+    are sharded, and the replicas of these."""
+    shards = layout.expert_shards
+    sizes = (layout.etp, layout.ep, shards, layout.edp // shards, layout.pp)
+    return Grid(("etp", "ep", "edp", "replicas", "pp"), sizes)

@@ -1,0 +1,158 @@
+"""What experts and their mixtures ask of a layout, and what they cost more than they need."""
+
+from collections.abc import Iterator
+
+from plait.rules.numbers import in_bytes, stream_bytes
+from plait.rules.pitfalls import leaves_domain, slow_links
+from plait.spec.findings import Finding, error
+from plait.spec.job import Job
+from plait.spec.layout import divisors, nearest
+
+# ------------------------------------------------------------------------------------------
+# Legality
+
+
+def experts_to_spread(job: Job) -> Iterator[Finding]:
+    """ep and etp are ranks of experts: a dense model has none."""
+    for axis in ("ep", "etp"):
+        degree = getattr(job.layout, axis)
+        if job.model.moe is None and degree > 1:
+            message = f"{job.model.name} has no experts to spread over {axis} {degree}"
+            yield error(f"layout.{axis}", degree, message, 1, "no-experts")
+
+
+def expert_counts(job: Job) -> Iterator[Finding]:
+    """Experts divide over ep, their widths over etp, shared experts over tp like an MLP."""
+    moe, layout = job.model.moe, job.layout
+    if moe is None:
+        return
+    shared = (moe.shared_ffn or moe.shared * moe.ffn) if moe.shared else 0
+    for rule, axis, n, what in (
+        ("experts-divide-ep", "ep", moe.experts, "experts"),
+        ("expert-ffn-divides-etp", "etp", moe.ffn, "columns of an expert"),
+        ("shared-ffn-divides-tp", "tp", shared, "columns of the shared experts"),
+    ):
+        degree = getattr(layout, axis)
+        if n % degree:
+            legal = divisors(n)
+            message = f"{n} {what} do not divide over {axis} {degree}"
+            yield error(f"layout.{axis}", degree, message, nearest(degree, legal), rule)
+
+
+def routed_tokens(job: Job) -> Iterator[Finding]:
+    """Each tp rank routes its own part of a micro batch's tokens, of the same size."""
+    layout, seq_len = job.layout, job.train.seq_len
+    if job.model.moe is None or layout.tp == 1 or layout.sequence_parallel:
+        return  # which cuts them anyway
+    tokens = layout.micro_batch * seq_len // layout.cp
+    if tokens % layout.tp:
+        message = (
+            f"the {tokens} tokens of a micro batch do not divide over tp {layout.tp}: each rank "
+            "routes a part of them"
+        )
+        step = layout.tp * layout.cp
+        legal = max(step, seq_len // step * step)
+        yield error("train.seq_len", seq_len, message, legal, "routed-tokens")
+
+
+# ------------------------------------------------------------------------------------------
+# Costs
+
+
+def _mixtures(job: Job) -> int:
+    return sum(job.model.is_moe(layer) for layer in range(job.model.layers))
+
+
+def experts_beyond_fast_domain(job: Job) -> Iterator[Finding]:
+    """Every choice of every token travels to its expert and back, forward and backward."""
+    layout, cluster, moe = job.layout, job.cluster, job.model.moe
+    if moe is None or not leaves_domain(cluster, layout.etp, layout.ep, layout.world):
+        return
+    sent = 4 * moe.topk * stream_bytes(job) / layout.tp * (layout.ep - 1) / layout.ep
+    domain = cluster.fast_domain
+    fits = [e for e in divisors(layout.ep) if domain % (layout.etp * e) == 0]
+    message = (
+        f"ep {layout.ep} leaves the fast domain of {domain} devices: each mixture sends about "
+        f"{in_bytes(sent)} per rank and micro batch over {slow_links(cluster)}, if choices are even"
+    )
+    if cluster.nic:
+        total = sent * _mixtures(job) * job.train.accumulation / layout.pp
+        message += f" ({in_bytes(total)} a step, {total / cluster.nic * 1e3:.3g} ms)"
+    suggest = {"layout.ep": max(fits)} if fits else {}
+    where = "layout.ep"
+    yield Finding("warning", "ep-beyond-fast-domain", message, where, layout.ep, suggest)
+
+
+def cut_experts(job: Job) -> Iterator[Finding]:
+    """etp sends every row to all its ranks, and each makes a narrower product."""
+    layout, moe = job.layout, job.model.moe
+    if moe is None or layout.etp == 1:
+        return
+    rows = moe.topk * stream_bytes(job) / layout.tp
+    sent, whole = 4 * rows * (layout.etp - 1), layout.ep * layout.etp
+    message = (
+        f"etp {layout.etp}: each mixture sends about {in_bytes(sent)} per rank and micro batch "
+        f"more, and its products are {moe.ffn // layout.etp} columns wide instead of {moe.ffn}"
+    )
+    suggest = {}
+    if moe.experts % whole == 0:
+        message += f"; ep {whole} holds as little and sends each row once"
+        suggest = {"layout.etp": 1, "layout.ep": whole}
+    yield Finding("warning", "experts-are-cut", message, "layout.etp", layout.etp, suggest)
+
+
+def unbalanced(job: Job) -> Iterator[Finding]:
+    """Left alone, a router sends most tokens to few experts; their ranks keep all others waiting."""
+    moe, layout = job.model.moe, job.layout
+    if moe is None or moe.aux_loss > 0 or moe.correction:
+        return
+    message = "nothing balances the experts: neither aux_loss nor correction"
+    if layout.ep > 1:
+        share = moe.experts // layout.ep
+        message += (
+            f"; at worst one of {layout.ep} ranks of ep, with {share} experts, gets "
+            f"{layout.ep} times an even share of rows"
+        )
+    suggest = {"model.moe.aux_loss": 0.01}
+    yield Finding("warning", "experts-unbalanced", message, "model.moe.aux_loss", 0.0, suggest)
+
+
+def balance_by_layout(job: Job) -> Iterator[Finding]:
+    """What a share is taken over decides the loss; some choices of it follow the layout."""
+    moe, layout = job.model.moe, job.layout
+    if moe is None or moe.aux_loss == 0 or moe.aux_form == "sequence":
+        return
+    tokens = layout.micro_batch * job.train.seq_len
+    over = f"the {tokens} tokens of a micro batch"
+    if moe.aux_form == "global":
+        over = f"the tokens of the step so far, of {layout.dp} x {tokens} a micro batch"
+    message = (
+        f'aux_form "{moe.aux_form}" takes shares of experts over {over}: another micro batch or '
+        'dp is another loss; "sequence" is the same under every layout'
+    )
+    where = "model.moe.aux_form"
+    yield Finding("note", "balance-by-layout", message, where, moe.aux_form, {where: "sequence"})
+
+
+def dropped_tokens(job: Job) -> Iterator[Finding]:
+    """A capacity drops choices; nothing here needs one."""
+    moe = job.model.moe
+    if moe is None or moe.capacity is None:
+        return
+    most = -(-moe.capacity * job.train.seq_len * moe.topk // moe.experts)
+    message = (
+        f"capacity {moe.capacity:g}: an expert takes {most:.0f} tokens of a sequence at most, and "
+        f"drops others by {moe.drop}; without one no choice is dropped, nor is anything padded"
+    )
+    where = "model.moe.capacity"
+    yield Finding("note", "tokens-dropped", message, where, moe.capacity, {})
+
+
+RULES = (experts_to_spread, expert_counts, routed_tokens)
+PITFALLS = (
+    experts_beyond_fast_domain,
+    cut_experts,
+    unbalanced,
+    balance_by_layout,
+    dropped_tokens,
+)
