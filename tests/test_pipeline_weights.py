@@ -32,7 +32,12 @@ PRODUCTS = {"mm", "addmm", "addmm_"}
 def job_of(schedule: str, micro: int, model: str = "llama", **layout: Any) -> Job:
     world = layout.pop("world", 2)
     layout = Layout.fill(world, pp=layout.pop("pp", 2), schedule=schedule, **layout)
-    model = replace(cases.MODELS[model], layers=layout.pp * layout.vpp, kv_heads=4, seq=ROWS)
+    model = (cases.MODELS | cases.MIXTURES)[model]
+    heads = {"kv_heads": 4}
+    if model.moe is not None:  # no number of rows is a dim of an expert's, router's are no map's
+        heads = {}
+        model = replace(model, hidden=160, moe=replace(model.moe, ffn=200))
+    model = replace(model, layers=layout.pp * layout.vpp, seq=ROWS, **heads)
     return Case(model, layout, micro, ROWS).job
 
 
@@ -119,11 +124,21 @@ def test_what_each_action_computes(tp, recompute):
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
-@pytest.mark.parametrize(("model", "zero"), [("gpt2", 1), ("qwen3", 3)])
-def test_gradients_come_at_w(schedule, model, zero):
-    """Those of gains and biases too: before W no bucket is touched, in W each parameter once."""
-    job = job_of(schedule, 4, model, zero=zero, recompute="selective")
-    for _, delivered, row in run_ranks(2, watched, job):
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("gpt2", {"zero": 1}),
+        ("qwen3", {"zero": 3}),
+        ("gpt-oss", {"world": 4, "ep": 2, "zero": 2}),
+        ("deepseek", {"world": 4, "tp": 2, "ep": 2, "zero": 0}),
+    ],
+    ids=["gpt2", "qwen3", "gpt-oss", "deepseek"],
+)
+def test_gradients_come_at_w(schedule, model, layout):
+    """Those of gains, biases and sinks too, and what corrects a router: before W no bucket is
+    touched, in W each parameter once."""
+    job = job_of(schedule, 4, model, recompute="selective", **layout)
+    for _, delivered, row in run_ranks(job.layout.world, watched, job):
         split = {(a.chunk, a.micro) for a in row if a.kind == "W"}
         assert split
         for action in row:
@@ -131,6 +146,32 @@ def test_gradients_come_at_w(schedule, model, zero):
             if action.kind in "WB":
                 expected = sorted(weights_of(job, action.chunk, 0))
             assert sorted(delivered.get(str(action), [])) == expected, action
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective:mlp", "full"])
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2, "etp": 2}, {"cp": 2, "ep": 2}], ids=str)
+def test_products_of_experts_wait_for_w(layout, recompute):
+    """Of every expert that a rank has: F one a matrix; I one for the input gradient, and those
+    that are computed again; W one, of the weight's shape, and one for the router."""
+    job = job_of("zbv", 3, "mixtral", world=4, recompute=recompute, **layout)
+    experts, ffn, hidden = 8 // job.layout.ep, 200 // job.layout.etp, 160
+    again = {"none": 0, "selective:mlp": 2, "full": 2}[recompute]
+    for products, _, row in run_ranks(4, watched, job):
+        for action in row:
+            made = products[str(action)]
+            weights = {s: n for s, n in made.items() if s in ((ffn, hidden), (hidden, ffn))}
+            router = made[8, hidden]
+            inner = sum(
+                n for s, n in made.items() if len(s) == 2 and s[1] == ffn and s[0] != hidden
+            )
+            if action.kind == "W":
+                assert weights == {(ffn, hidden): 2 * experts, (hidden, ffn): experts}, action
+                assert (router, inner) == (1, 0), action
+            else:
+                assert weights == {}, action
+                # Up and gate in F, the gradient of down's input in I.
+                expected = 2 if action.kind == "F" else 1 + again
+                assert inner == expected * experts, action
 
 
 # ------------------------------------------------------------------------------------------
