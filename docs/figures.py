@@ -6,11 +6,17 @@ Plain shapes and text, no fonts or scripts from elsewhere. Each figure brings it
 or dark as the reader's system is, so that it can be read on any page.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from plait.schedules.build import build
 from plait.schedules.simulate import Times, simulate
 from plait.schedules.svg import svg
+from plait.spec.job import Job, Train
+from plait.spec.layout import Layout
+from plait.spec.presets import model as preset
+from plait.spec.sequence import imbalance, split
+from plait.trace.dryrun import measure
 
 HERE = Path(__file__).parent / "strategies"
 
@@ -183,6 +189,76 @@ def tensor() -> Figure:
     return f
 
 
+def context() -> Figure:
+    """A sample of 16 positions on four ranks, cut in three ways."""
+    f = Figure(720, 262, "Context parallelism: how the positions of a sample lie on four ranks")
+    roles = ("weights", "grads", "states", "tokens")
+    for r, role in enumerate(roles):
+        f.box(150 + 140 * r, 14, 16, 16, role)
+        f.text(172 + 140 * r, 27, f"rank {r}", at="start")
+    ways = (
+        ("contiguous", "ulysses 4", split((16,), 4, "contiguous")),
+        ("head-tail", "a ring of 4", split((16,), 4)),
+        ("groups of two", "ulysses 2 in a ring of 2", split((16,), 4, ulysses=2)),
+    )
+    for i, (name, used, cut) in enumerate(ways):
+        y = 52 + 62 * i
+        f.text(20, y + 14, name, at="start")
+        f.text(20, y + 32, used, "faint", "start")
+        for rank in range(4):
+            for position in cut.positions(rank):
+                f.box(190 + 32 * position, y, 30, 24, roles[rank], str(position))
+        most = f"most work over the mean: {imbalance(cut):.3g}"
+        f.text(190, y + 42, most, "faint", "start")
+    f.text(
+        20,
+        248,
+        "A query sees the keys up to its own position. In Ulysses all ranks see all positions, of "
+        "some heads: its work is even.",
+        "faint",
+        "start",
+    )
+    return f
+
+
+#: Sizes of rings in the figure of their memory, and what each rank has.
+RINGS, POSITIONS = (1, 2, 4, 8, 16), 8192
+
+
+def ring_memory() -> Figure:
+    """Dry runs: what a rank holds beside model states at its fullest, as ring and sample grow."""
+    f = Figure(720, 268, "Memory of a rank as the ring grows with the sample")
+    ways = (("ring", "weights"), ("all-gather", "grads"))
+    for i, (way, role) in enumerate(ways):
+        f.box(190 + 150 * i, 14, 16, 16, role)
+        f.text(212 + 150 * i, 27, way, at="start")
+    held = {way: [_beside_states(cp, way) for cp in RINGS] for way, _ in ways}
+    unit = 150 / max(map(max, held.values()))
+    for i, cp in enumerate(RINGS):
+        for j, (way, role) in enumerate(ways):
+            n, x = held[way][i], 50 + 132 * i + 46 * j
+            f.box(x, 210 - n * unit, 42, n * unit, role)
+            f.text(x + 21, 204 - n * unit, f"{n / 2**30:.2f}")
+        f.text(94 + 132 * i, 228, f"cp {cp}: {cp * POSITIONS // 1024}K")
+    f.text(
+        20,
+        256,
+        "GiB beside model states. Two layers of Llama 3.1 8B with a vocabulary of 8,192, bfloat16, "
+        f"{POSITIONS:,} positions a rank, full recompute.",
+        "faint",
+        "start",
+    )
+    return f
+
+
+def _beside_states(cp: int, method: str) -> int:
+    layout = Layout.fill(cp, cp=cp, cp_method=method, recompute="full")
+    train = Train(seq_len=cp * POSITIONS, dtype="bfloat16", global_batch=1, accumulation=1)
+    model = replace(preset("llama3.1-8b").with_layers(2), vocab=8192)
+    rows = measure(Job(model, layout, train)).memory
+    return max(row.activations + row.logits + row.buffers for row in rows)
+
+
 #: The schedules that the page on pipelines shows.
 PIPELINES = (
     "gpipe",
@@ -209,6 +285,7 @@ def pipeline(name: str) -> str:
 def figures() -> dict[str, str]:
     """File name in docs/strategies/ -> SVG."""
     drawn = {"data.svg": str(data()), "zero.svg": str(zero()), "tensor.svg": str(tensor())}
+    drawn |= {"context.svg": str(context()), "context-memory.svg": str(ring_memory())}
     return drawn | {f"pipeline-{name}.svg": pipeline(name) for name in PIPELINES}
 
 

@@ -81,7 +81,7 @@ def _schedules(alternatives: list[str], answers: list[dict]) -> list[list[str]]:
 def _reports(alternatives: list[str], reports: list[dict]) -> list[list[str]]:
     axes = [
         axis
-        for axis in ("tp", "fsdp", "dp_replicate")
+        for axis in ("tp", "cp", "ulysses", "fsdp", "dp_replicate")
         if any(row["axis"] == axis for report in reports for row in report["traffic"])
     ]
     heads = ["", *STATES, "the rest", "peak", "fits", *(f"sent over {axis}" for axis in axes)]

@@ -25,12 +25,13 @@ _BASE = Model.of(
 )
 
 #: Choices of the model that meet a layout differently: norms over heads or over all heads,
-#: biases, learned positions, dropout, norms after the branch, scaled embeddings.
+#: biases, windows, learned positions, dropout, norms after the branch, scaled embeddings.
 MODELS = {
     "llama": replace(_BASE, rope_scaling=RopeScaling("llama3", 4.0, 8)),
     "qwen2": replace(_BASE, qkv_bias=True, norm_eps=1e-6),
     "qwen3": replace(_BASE, qk_norm="head"),
     "olmo2": replace(_BASE, qk_norm="full", norm_at="output"),
+    "mistral": replace(_BASE, window=6, full_every=2),
     "gemma": replace(_BASE, mlp="geglu", norm_offset=True, embed_scale=True, norm_at="both"),
     "gpt2": replace(
         _BASE,
@@ -98,7 +99,7 @@ SPACE: Space = {
     "kv_heads": (8, 2, 1),
     "model": tuple(MODELS),
     "bucket_mib": (25.0, 0.005),
-    # Of one value here: what `UNEVEN`, `PIPELINES` and `EXPERTS` give others to.
+    # Of one value here: what `UNEVEN`, `PIPELINES`, `CONTEXT` and `EXPERTS` give others to.
     "heads": (8,),
     "global_batch": (16,),
     "pp": (1,),
@@ -129,6 +130,22 @@ PIPELINES: Space = SPACE | {
     "schedule": (*SCHEDULES, "interleaved-1f1b:5"),
     "stages": ("even", "bare", "heavy"),
     "check": (False, True),
+}
+
+#: Layouts whose samples lie on several ranks, with every axis of a dense model.
+CONTEXT: Space = PIPELINES | {
+    "dp_replicate": (1, 2),
+    "bucket_mib": (0.005,),
+    "accumulation": (1, 4),
+    "global_batch": (None, 16),
+    "pp": (1, 2),
+    "vpp": (1, 2),
+    "schedule": ("1f1b", "zb-h1", "dualpipev"),
+    "stages": ("even",),
+    "model": ("llama", "qwen3", "olmo2", "mistral", "gpt2"),
+    "cp": (2, 4),
+    "ulysses": (1, 2, 4),
+    "cp_method": ("ring", "all-gather"),
 }
 
 #: Mixtures and latent attention, with every axis that there is. Capacity: the share of an even
@@ -162,6 +179,10 @@ def legal(point: Point) -> bool:
     dp, ulysses, method = world // tp // pp // cp, point["ulysses"], point["cp_method"]
     if cp % ulysses or (cp == ulysses and method != "ring"):
         return False
+    if ulysses > 1:
+        heads, kv = point["heads"] // tp, max(1, point["kv_heads"] // tp)
+        if heads % ulysses or (kv % ulysses and ulysses % kv):
+            return False
     replicate = point["dp_replicate"]
     if replicate != dp if point["zero"] == 0 else dp % replicate:
         return False
@@ -245,7 +266,7 @@ UNEVEN: list[Point] = [
 def name(point: Point) -> str:
     """What a point chooses where there is a choice."""
     space = PIPELINES if point["pp"] > 1 else SPACE
-    if point["model"] in MIXTURES:
+    if point["model"] in MIXTURES or point["cp"] > 1:
         space = EXPERTS
         point = {k: v for k, v in point.items() if v != SPACE[k][0] or k == "model"}
     shown = {k: v for k, v in point.items() if len(space[k]) > 1 or v != space[k][0]}
@@ -281,7 +302,7 @@ def _idle(point: Point) -> Iterator[str]:
         yield "cp_method"
     if point["pp"] == 1:
         yield from ("vpp", "schedule", "stages")
-    elif point["model"] in MIXTURES:
+    elif point["model"] in MIXTURES or point["cp"] > 1:
         yield "global_batch"
     if point["model"] == "mla":
         yield from ("ep", "etp", "capacity")

@@ -265,3 +265,93 @@ def test_scalars_of_a_step():
 
 def test_one_rank_sends_nothing():
     assert traffic(job(1)).rows() == []
+
+
+# ------------------------------------------------------------------------------------------
+# Context parallelism: a rank of cp 4 has 8 of the 32 tokens; queries, keys and values of them are
+# [8, 32] each, in float32 1,024 bytes. Two layers, one micro batch.
+
+PART = 1_024
+
+
+def test_a_ring_passes_keys_and_values_on():
+    """(c - 1) messages forward, 2 (c - 1) backward (2310.01889 section 3)."""
+    sent = entries(job(4, cp=4), "cp", "ulysses")
+    kv = 2 * PART
+    assert sent == {
+        "send forward": (2 * 3, 6 * kv, 6 * kv),
+        "send backward": (4 * 3, 12 * kv, 12 * kv),
+    }
+
+
+def test_only_kv_heads_travel():
+    """One of four: a fourth of the bytes."""
+    sent = entries(job(4, model=replace(MODEL, kv_heads=1), cp=4), "cp")
+    assert sent["send forward"][1] == 6 * 2 * PART // 4
+
+
+def test_a_ring_ends_where_no_query_sees_further():
+    """Head-tail pieces of 2 of 16 positions: rank r has neighbours on both sides, so a window
+    lets nobody stop before the last step but for itself alone."""
+    short = replace(MODEL, window=1)
+    assert entries(job(4, model=short, cp=4), "cp") == {}
+    half = replace(MODEL, window=1, full_every=2)
+    assert entries(job(4, model=half, cp=4), "cp")["send forward"][0] == 3
+
+
+def test_gathering_keys_of_all_ranks():
+    """Output of the gather and input of the scatter: four times what a rank has; 3/4 on the wire
+    (2407.21783 section 3.3.2)."""
+    sent = entries(job(4, cp=4, cp_method="all-gather"), "cp", "ulysses")
+    whole, wire = 4 * 2 * PART, 3 * 2 * PART
+    assert sent == {
+        "all-gather forward": (2, 2 * whole, 2 * wire),
+        "all-gather backward": (2, 2 * whole, 2 * wire),
+        "reduce-scatter backward": (2, 2 * whole, 2 * wire),
+    }
+
+
+def test_ulysses_exchanges_positions_for_heads():
+    """Queries, keys and values, then the output: 4 [8, 32] of which 3/4 leave the rank
+    (2309.14509 section 3.1)."""
+    sent = entries(job(4, cp=4, ulysses=4), "cp", "ulysses")
+    each = (4, 2 * 4 * PART, 2 * 3 * PART)
+    assert sent == {"all-to-all forward": each, "all-to-all backward": each}
+
+
+def test_what_ulysses_sends_stays_when_sequence_and_ranks_grow():
+    """2309.14509: with S and P grown together the message of a rank is the same; the ring's is
+    sent P - 1 times."""
+    both = [job(p, cp=p, ulysses=p) for p in (2, 4)]
+    both = [replace(j, train=replace(j.train, seq_len=4 * j.layout.cp)) for j in both]
+    assert len({entries(j, "ulysses")["all-to-all forward"][1] for j in both}) == 1
+
+
+def test_ulysses_inside_of_a_ring():
+    """Two positions for heads, two groups in a ring: half of what cp 4 in a ring sends."""
+    sent = entries(job(4, cp=4, ulysses=2), "cp", "ulysses")
+    assert sent["send forward"] == (2 * 1, 2 * 2 * PART, 2 * 2 * PART)
+    assert sent["all-to-all forward"] == (4, 2 * 4 * PART, 4 * PART)
+    # Copies of a single KV head for two ranks: 32 + 2 x 16 columns instead of 32 + 2 x 8.
+    copied = entries(job(4, model=replace(MODEL, kv_heads=1), cp=4, ulysses=2), "ulysses")
+    assert copied["all-to-all forward"][1] == 2 * (2 * PART + PART)
+
+
+def test_recomputation_passes_keys_on_once_more():
+    for recompute, again in (("full", True), ("selective:attention", True), ("selective", False)):
+        sent = entries(job(4, cp=4, ulysses=2, recompute=recompute), "cp", "ulysses")
+        for name in ("send", "all-to-all"):
+            assert sent.get(f"{name} recompute") == (sent[f"{name} forward"] if again else None)
+
+
+def test_model_states_are_sharded_over_cp_too():
+    """fsdp = dp_shard x cp; under ZeRO 0 cp ranks sum their gradients, then the replicas."""
+    assert entries(job(4, cp=4, zero=1), "fsdp") == entries(job(4, zero=1), "fsdp")
+    sent = entries(job(4, cp=2, zero=0), "fsdp")
+    assert sent == entries(job(4, cp=2, zero=0), "dp_replicate")
+    assert sent == {"all-reduce backward": (1, ALL, ALL)}
+
+
+def test_regions_of_tensor_parallelism_are_smaller():
+    alone, both = (entries(job(2 * cp, tp=2, cp=cp), "tp") for cp in (1, 2))
+    assert both["all-gather forward"][1] == alone["all-gather forward"][1] // 2

@@ -7,7 +7,8 @@ import pytest
 import torch.distributed as dist
 
 import cases
-from plait.cost.ledger import differences
+from plait.cost.ledger import differences, memory_differences
+from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.spec import presets
 from plait.spec.job import Job, Train
@@ -77,6 +78,29 @@ def random_job(seed: int) -> Job:
     return Job(model, layout, replace(train, global_batch=global_batch))
 
 
+def random_context(seed: int) -> Job:
+    """A random job whose samples lie on several ranks; long enough for memory to be seen."""
+    rng, job = random.Random(seed), random_job(seed)
+    layout, model = job.layout, job.model
+    tp, cp = min(layout.tp, 2), rng.choice((2, 3, 4, 6, 8))
+    heads, kv = model.heads // tp, max(1, model.kv_heads // tp)
+    parts = [u for u in divisors(cp) if heads % u == 0 and (kv % u == 0 or u % kv == 0)]
+    pp = rng.choice((1, 1, 2))
+    changed = replace(
+        layout,
+        tp=tp,
+        sequence_parallel=layout.sequence_parallel and tp > 1,
+        cp=cp,
+        ulysses=rng.choice(parts),
+        cp_method=rng.choice(("ring", "all-gather")),
+        pp=pp,
+        schedule=rng.choice(("1f1b", "zb-h1")) if pp > 1 else "1f1b",
+    )
+    window = model.window and rng.choice((8, 64, 300))
+    model = replace(model, window=window, seq=480, layers=max(pp, model.layers))
+    return replace(job, model=model, layout=changed, train=replace(job.train, seq_len=480))
+
+
 def agree(job: Job, full: bool) -> None:
     assert differences(traffic(job), measure(job, full).traffic) == []
 
@@ -84,6 +108,20 @@ def agree(job: Job, full: bool) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_layouts(seed):
     agree(random_job(seed), full=True)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_layouts_with_context_parallelism(seed):
+    job = random_context(seed)
+    measured = measure(job, full=True)
+    assert differences(traffic(job), measured.traffic) == []
+    assert memory_differences(memory(job), measured.memory) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(2000, 3000))
+def test_many_random_layouts_with_context_parallelism(seed):
+    test_random_layouts_with_context_parallelism(seed)
 
 
 @pytest.mark.sweep

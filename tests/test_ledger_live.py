@@ -36,6 +36,17 @@ POINTS = [
         )
     )
 ]
+POINTS += [
+    cases.random_point(random.Random(seed), cases.CONTEXT, **fixed)
+    for seed, fixed in enumerate(
+        (
+            {"world": 4, "cp": 4, "ulysses": 1, "cp_method": "ring", "recompute": "full"},
+            {"world": 4, "cp": 4, "ulysses": 2, "kv_heads": 1, "model": "mistral"},
+            {"world": 4, "cp": 2, "ulysses": 2, "tp": 2, "recompute": "selective:attention"},
+            {"world": 4, "cp": 4, "cp_method": "all-gather", "zero": 0},
+        )
+    )
+]
 
 
 def recorded(rank: int, job: Job) -> TrafficLedger:

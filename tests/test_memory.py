@@ -33,6 +33,7 @@ GPT = replace(
 )
 OLMO = replace(LLAMA, qk_norm="full", norm_at="output")
 GEMMA = replace(LLAMA, norm_offset=True, embed_scale=True, tied=True, mlp="geglu")
+WINDOWED = replace(LLAMA, window=512, full_every=2)
 GEMMA2 = replace(LLAMA, norm_at="both", logit_softcap=30.0, window=64, full_every=2)
 
 
@@ -182,6 +183,31 @@ CASES = {
     "gemma2": (GEMMA2, dict(world=1)),
     "bloom-like": (replace(LLAMA, embed_norm=True), dict(world=2, tp=2)),
     "bf16-gradients": (LLAMA, dict(world=1, grad_dtype="bfloat16")),
+    "ring": (LLAMA, dict(world=4, cp=4, seq=4096)),
+    "ring-of-two": (LLAMA, dict(world=2, cp=2, seq=4096, dtype="float32")),
+    "ring-full": (LLAMA, dict(world=4, cp=4, seq=4096, recompute="full", micro_batch=2)),
+    "ring-zero-3-tp": (LLAMA, dict(world=8, tp=2, cp=2, zero=3, seq=4096)),
+    "ring-attention": (LLAMA, dict(world=6, tp=2, cp=3, seq=3072, recompute="selective:attention")),
+    "ring-window": (WINDOWED, dict(world=4, cp=4, seq=4096)),
+    "ring-gpt": (replace(GPT, seq=4096), dict(world=4, cp=4, seq=4096, accumulation=2)),
+    "gathered": (LLAMA, dict(world=4, cp=4, cp_method="all-gather", seq=4096)),
+    "gathered-float32": (
+        LLAMA,
+        dict(world=3, cp=3, cp_method="all-gather", seq=3072, dtype="float32"),
+    ),
+    "ulysses": (LLAMA, dict(world=4, cp=4, ulysses=4, seq=4096)),
+    "ulysses-kv-copies": (LLAMA, dict(world=8, cp=8, ulysses=8, seq=8192, micro_batch=2)),
+    "ulysses-qwen3": (
+        replace(LLAMA, qk_norm="head"),
+        dict(world=4, cp=2, tp=2, ulysses=2, seq=4096),
+    ),
+    "ulysses-full": (LLAMA, dict(world=2, cp=2, ulysses=2, seq=2048, recompute="full")),
+    "ulysses-window": (WINDOWED, dict(world=2, cp=2, ulysses=2, seq=4096)),
+    "ulysses-in-a-ring": (LLAMA, dict(world=8, cp=8, ulysses=2, seq=8192)),
+    "ulysses-in-a-gather": (
+        LLAMA,
+        dict(world=4, cp=4, ulysses=2, cp_method="all-gather", seq=4096),
+    ),
 }
 
 
@@ -204,3 +230,40 @@ def test_predicted_peaks_are_traced_peaks(name):
     job = make_job(model, **given)
     traced = [vars(row) for row in measure(job, full=True).memory]
     assert_near(traced, memory(job), 0.01)
+
+
+# ------------------------------------------------------------------------------------------
+# Context parallelism
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, dict(cp=2)),
+        (4, dict(cp=4)),
+        (4, dict(cp=4, ulysses=2, recompute="full")),
+        (4, dict(cp=2, tp=2, cp_method="all-gather")),
+    ],
+)
+def test_every_rank_of_a_ring_holds_about_what_the_fullest_does(world, layout):
+    """What a rank keeps is the same on all; what its calls make is not."""
+    job = make_job(replace(LLAMA, layers=4), world, seq=1024, dtype="float32", **layout)
+    for rows, _ in run_ranks(world, _held_on_rank, job):
+        for row, said in zip(rows, memory(job), strict=True):
+            assert abs(said.total - row["total"]) <= 0.01 * row["total"], row["moment"]
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"recompute": "full"}, {"cp_method": "all-gather"}], ids=str
+)
+def test_a_ring_that_grows_with_the_sample_holds_the_same(layout):
+    """1,024 positions on each of 2 to 32 ranks. States are sharded over them and shrink; what
+    remains of a ring is the same to the byte from 3 ranks on, for with 2 no block follows."""
+    rest = {}
+    for cp in (2, 4, 8, 32):
+        job = make_job(LLAMA, cp, cp=cp, seq=1024 * cp, zero=1, **layout)
+        rest[cp] = [row.activations + row.buffers + row.logits for row in memory(job)]
+    if "cp_method" in layout:  # which holds the keys of all
+        assert rest[32][2] > rest[8][2] > rest[4][2]
+    else:
+        assert rest[4] == rest[8] == rest[32]

@@ -17,6 +17,7 @@ from ranks import RankFailed, run_ranks
 
 SAMPLE = cases.sample()
 PIPELINES = cases.sample(cases.PIPELINES)
+CONTEXT = cases.sample(cases.CONTEXT)
 EXPERTS = cases.sample(cases.EXPERTS)
 
 
@@ -45,6 +46,11 @@ def test_layout_equals_one_process(point):
 
 @pytest.mark.parametrize("point", PIPELINES, ids=cases.name)
 def test_pipeline_equals_one_process(point):
+    check(point)
+
+
+@pytest.mark.parametrize("point", CONTEXT, ids=cases.name)
+def test_samples_over_ranks_equal_one_process(point):
     check(point)
 
 
@@ -87,7 +93,12 @@ def test_uneven_layout_equals_one_process(point):
 
 @pytest.mark.parametrize(
     ("space", "sample"),
-    [(cases.SPACE, SAMPLE), (cases.PIPELINES, PIPELINES), (cases.EXPERTS, EXPERTS)],
+    [
+        (cases.SPACE, SAMPLE),
+        (cases.PIPELINES, PIPELINES),
+        (cases.CONTEXT, CONTEXT),
+        (cases.EXPERTS, EXPERTS),
+    ],
 )
 def test_the_sample_holds_every_pair(space, sample):
     held = set().union(*map(cases.pairs, sample))
@@ -96,7 +107,7 @@ def test_the_sample_holds_every_pair(space, sample):
         assert cases.pairs(cases.random_point(rng, space)) <= held
 
 
-@pytest.mark.parametrize("sample", [SAMPLE, PIPELINES])
+@pytest.mark.parametrize("sample", [SAMPLE, PIPELINES, CONTEXT])
 def test_the_rules_allow_what_is_tried(sample):
     for point in sample:
         errors = [f for f in rules.check(cases.case(point).job, "explain") if f.level == "error"]
