@@ -7,6 +7,7 @@ the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
 from plait.cost.context import Core
+from plait.cost.latent import Latents
 from plait.cost.maps import Maps
 from plait.cost.mixture import Mixture
 from plait.cost.parts import Part
@@ -25,6 +26,7 @@ class Chunk(Maps):
         super().__init__(job, part, split)
         self.coarse = self.s.c < self.s.a
         self.core = Core(job) if job.layout.cp > 1 else None  # attention over the cp ranks
+        self.latents = Latents(self) if job.model.mla else None
         self.mixture = Mixture(self) if job.model.moe else None
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
         self.given = False  # the gradient of the stream is somebody else's, to the end
@@ -129,8 +131,9 @@ class Chunk(Maps):
         passing, tables = 8 * (s.tokens + (0 if self.core else s.seq)), 0
         tape.take(passing)
         if model.positions == "rope":
-            tape.spike((12 * s.seq + s.c * s.seq // 2) * s.dim)  # angles, sines in float64
-            tables = 2 * s.c * s.seq * s.dim * (1 if model.rope_local_theta is None else 2)
+            dim = model.mla.rope_dim if model.mla else s.dim
+            tape.spike((12 * s.seq + s.c * s.seq // 2) * dim)  # angles, sines in float64
+            tables = 2 * s.c * s.seq * dim * (1 if model.rope_local_theta is None else 2)
             tape.take(tables)
         if self.core is None and model.window is not None and s.seq > model.window:
             # One for all layers; made from distances, int64, and two conditions.
@@ -181,6 +184,9 @@ class Chunk(Maps):
 
     def attention(self, i: int, keep: bool, stop: bool = False) -> None:
         """Leaves the output, and with `keep` what backward needs. `stop`: makes only that."""
+        if self.latents:
+            self.latents.forward(keep, stop)
+            return
         s, tape, model = self.s, self.tape, self.model
         q, kv, heads = s.c * s.tokens * s.q, s.c * s.tokens * s.kv, s.tokens * s.heads
         self.fan_out(s.q, s.kv, s.kv)
@@ -240,6 +246,10 @@ class Chunk(Maps):
 
     def attention_backward(self, name: str, i: int) -> None:
         """Leaves the input's gradient; the output's is the caller's."""
+        kept = self.stream if self.before else self.input_keeps(i, "attention")
+        if self.latents:
+            self.latents.backward(name, kept)
+            return
         s, tape, model = self.s, self.tape, self.model
         q, kv = s.c * s.tokens * s.q, s.c * s.tokens * s.kv
         self.leave_backward(f"{name}.o", s.q, self.core.output if self.core else 0)
@@ -259,9 +269,7 @@ class Chunk(Maps):
                 self.norm_backward(f"{name}.{part}_norm", *shape, self.sharded)
                 tape.drop(0 if self.sharded and self.coarse else s.c * s.tokens * width)
         maps = {f"{name}.q": s.q, f"{name}.k": s.kv, f"{name}.v": s.kv}
-        self.fan_out_backward(
-            maps, self.stream if self.before else self.input_keeps(i, "attention")
-        )
+        self.fan_out_backward(maps, kept)
 
     def mlp(self, i: int, keep: bool, stop: bool = False) -> None:
         """As `attention`."""

@@ -102,7 +102,7 @@ def cut_experts(job: Job) -> Iterator[Finding]:
 
 
 def unbalanced(job: Job) -> Iterator[Finding]:
-    """Left alone, a router sends most tokens to few experts; their ranks keep all others waiting."""
+    """Left alone, a router sends most tokens to few experts, and all ranks wait for theirs."""
     moe, layout = job.model.moe, job.layout
     if moe is None or moe.aux_loss > 0 or moe.correction:
         return

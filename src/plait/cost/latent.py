@@ -1,0 +1,131 @@
+"""Multi-head latent attention on one rank, tensor by tensor. It mirrors `models.heads.MLA`.
+
+With t rows of the stream and T tokens on a rank, r_q and r_kv the ranks of the latents, heads of
+width d = nope + rope and values of v, both over this rank's heads, it keeps for backward, in the
+compute dtype, beside its input
+
+    latents      t (2 r_q + 2 r_kv + rope), as they are and normed
+    attention    queries, keys, values padded to d, the output: 4 T d; log-sum-exps
+    the output   T v once more, as the last map has it
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.cost.activations import Chunk
+
+
+class Latents:
+    """Latent attention of a chunk, told to its tape."""
+
+    def __init__(self, chunk: "Chunk"):
+        self.chunk = chunk
+        mla, s = chunk.model.mla, chunk.s
+        self.mla, self.padded = mla, mla.v_dim < mla.nope_dim + mla.rope_dim
+        self.q_width, self.kv_width, self.v_width = (
+            s.heads * n for n in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
+        )
+        self.q, self.kv, self.v, self.rotated = (
+            s.c * s.tokens * n
+            for n in (self.q_width, self.kv_width, self.v_width, s.heads * mla.rope_dim)
+        )
+        self.q_rank = mla.q_rank or 0
+        self.latent = mla.kv_rank + mla.rope_dim
+        self.turns = chunk.model.positions == "rope"
+
+    def _rows(self, width: int) -> int:
+        return self.chunk.s.c * self.chunk.s.rows * width
+
+    @property
+    def _scores(self) -> int:
+        """What attention itself keeps: with narrower values also the padded ones."""
+        s = self.chunk.s
+        return 3 * self.q + (self.q if self.padded else self.kv) + s.a * s.tokens * s.heads
+
+    def forward(self, keep: bool, stop: bool) -> None:
+        """As `Chunk.attention`."""
+        chunk, s, mla = self.chunk, self.chunk.s, self.mla
+        tape, kept = chunk.tape, 0
+        if self.q_rank:
+            chunk.fan_out(self.q_rank, self.latent, local=True)
+            kept += self._rows(self.q_rank + self.latent)
+            self._normed(self.q_rank, self.q_width, keep)
+        else:
+            chunk.fan_out(self.q_width)
+            chunk.fan_out(self.latent, local=True)
+            kept += self._rows(self.latent)
+        self._normed(mla.kv_rank, self.kv_width, keep)
+        rotated = s.c * s.tokens * mla.rope_dim
+        names = self.q  # what is there until the end because it has a name
+        if chunk.rows:
+            tape.take(rotated)
+            names += rotated
+        if self.turns:
+            tape.take(self.rotated)
+            tape.spike(self.rotated)
+            tape.take(rotated)
+            names += self.rotated + rotated
+        tape.take(2 * self.q)
+        tape.take(self.q if self.padded else 0)
+        names += self.kv if self.padded else 0
+        tape.take(self.q + s.a * s.tokens * s.heads)
+        if not keep:  # padded values have no name any more
+            early = (self.q if self.padded else 0) + s.a * s.tokens * s.heads
+            tape.drop(early)
+            kept -= early
+        tape.take(self.v if self.padded else 0)
+        if not stop:
+            chunk.leave(chunk.model.o_bias)
+        tape.drop(names)
+        if not keep:
+            tape.drop(kept + self._scores + (self.v if self.padded else 0))
+
+    def _normed(self, rank: int, width: int, keep: bool) -> None:
+        """A latent, normed, to the parts of heads."""
+        self.chunk.norm(self.chunk.s.rows, rank, keep)
+        self.chunk.fan_out(width, inputs=rank)
+        if not keep:
+            self.chunk.tape.drop(self._rows(rank))
+
+    def backward(self, name: str, kept: int) -> None:
+        """As `Chunk.attention_backward`; `kept` bytes go with the input."""
+        chunk, s, mla = self.chunk, self.chunk.s, self.mla
+        tape, q, v = chunk.tape, self.q, self.v
+        chunk.leave_backward(f"{name}.o", self.v_width, v if self.padded else 0)
+        if self.padded:
+            tape.take(q)
+            tape.drop(v)
+        tape.take(3 * q)
+        tape.drop(q)
+        later = chunk.queue is not None and not self.padded  # the last map keeps the output
+        tape.drop(self._scores - (v if later else 0))
+        if self.padded:
+            tape.take(v)
+            tape.drop(q)
+        if self.turns:
+            tape.take(self.rotated)
+            tape.spike(self.rotated)
+        tape.take(self.kv)
+        tape.drop(q + v)
+        tape.take(q)
+        tape.drop(q + (self.rotated if self.turns else 0))
+        self._up_backward(f"{name}.kv_up", f"{name}.kv_norm", self.kv_width, mla.kv_rank)
+        tape.drop(self._rows(self.latent))
+        tape.take(self._rows(self.latent))
+        tape.drop(self._rows(mla.kv_rank))
+        down = {f"{name}.kv_down": self.latent}
+        if self.q_rank:
+            self._up_backward(f"{name}.q_up", f"{name}.q_norm", self.q_width, self.q_rank)
+            tape.drop(self._rows(self.q_rank))
+            down = {f"{name}.q_down": self.q_rank} | down
+            chunk.fan_out_backward(down, kept, local=True)
+            return
+        chunk.fan_out_backward(down, 0, local=True, others=True)
+        chunk.fan_out_backward({f"{name}.q": self.q_width}, kept)
+        tape.take(chunk.stream)
+        tape.drop(2 * chunk.stream)
+
+    def _up_backward(self, up: str, norm: str, width: int, rank: int) -> None:
+        """The gradients of heads' parts to that of a latent before its norm."""
+        self.chunk.fan_out_backward({up: width}, self._rows(rank), inputs=rank)
+        self.chunk.norm_backward(norm, self.chunk.s.rows, rank)
