@@ -36,6 +36,14 @@ def test_pipelines_beside_torchs_give_times_and_memory_of_both():
         assert min(r["ours_us"], r["theirs_us"], r["ours_mib"], r["theirs_mib"]) > 0
 
 
+def test_mixtures_give_times_of_both_sides():
+    results = quick("moe.py", "--pairs", "2")
+    assert {r["name"].partition("-")[0] for r in results} == {"grouped", "ep", "etp"}
+    for r in results:
+        assert r["low"] <= r["ratio"] <= r["high"]
+        assert min(r["ours_tokens_s"], r["theirs_tokens_s"]) > 0
+
+
 def test_every_schedule_runs_in_real_time_and_never_faster_than_simulated():
     results = quick("timeline.py", "--repeats", "1")
     assert {r["name"] for r in results} == {
