@@ -191,33 +191,32 @@ def tensor() -> Figure:
 
 def context() -> Figure:
     """A sample of 16 positions on four ranks, cut in three ways."""
-    f = Figure(720, 262, "Context parallelism: how the positions of a sample lie on four ranks")
+    f = Figure(720, 278, "Context parallelism: how the positions of a sample lie on four ranks")
     roles = ("weights", "grads", "states", "tokens")
     for r, role in enumerate(roles):
         f.box(150 + 140 * r, 14, 16, 16, role)
         f.text(172 + 140 * r, 27, f"rank {r}", at="start")
     ways = (
-        ("contiguous", "ulysses 4", split((16,), 4, "contiguous")),
-        ("head-tail", "a ring of 4", split((16,), 4)),
-        ("groups of two", "ulysses 2 in a ring of 2", split((16,), 4, ulysses=2)),
+        ("contiguous", "ulysses 4", split((16,), 4, "contiguous"), 4),
+        ("head-tail", "a ring of 4", split((16,), 4), 1),
+        ("groups of two", "ulysses 2 in a ring of 2", split((16,), 4, ulysses=2), 2),
     )
-    for i, (name, used, cut) in enumerate(ways):
+    for i, (name, used, cut, ulysses) in enumerate(ways):
         y = 52 + 62 * i
         f.text(20, y + 14, name, at="start")
         f.text(20, y + 32, used, "faint", "start")
         for rank in range(4):
             for position in cut.positions(rank):
                 f.box(190 + 32 * position, y, 30, 24, roles[rank], str(position))
-        most = f"most work over the mean: {imbalance(cut):.3g}"
+        most = f"most work over the mean: {imbalance(cut.joined(ulysses)):.3g}"
+        if ulysses == 4:
+            most += f"; in a ring it would be {imbalance(cut):.3g}"
         f.text(190, y + 42, most, "faint", "start")
-    f.text(
-        20,
-        248,
-        "A query sees the keys up to its own position. In Ulysses all ranks see all positions, of "
-        "some heads: its work is even.",
-        "faint",
-        "start",
+    f.text(20, 246, "A query sees the keys up to its own position.", "faint", "start")
+    what = (
+        "Ranks that exchange heads see each other's positions, of some heads: their work is even."
     )
+    f.text(20, 264, what, "faint", "start")
     return f
 
 
@@ -227,7 +226,7 @@ RINGS, POSITIONS = (1, 2, 4, 8, 16), 8192
 
 def ring_memory() -> Figure:
     """Dry runs: what a rank holds beside model states at its fullest, as ring and sample grow."""
-    f = Figure(720, 268, "Memory of a rank as the ring grows with the sample")
+    f = Figure(720, 286, "Memory of a rank as the ring grows with the sample")
     ways = (("ring", "weights"), ("all-gather", "grads"))
     for i, (way, role) in enumerate(ways):
         f.box(190 + 150 * i, 14, 16, 16, role)
@@ -240,14 +239,9 @@ def ring_memory() -> Figure:
             f.box(x, 210 - n * unit, 42, n * unit, role)
             f.text(x + 21, 204 - n * unit, f"{n / 2**30:.2f}")
         f.text(94 + 132 * i, 228, f"cp {cp}: {cp * POSITIONS // 1024}K")
-    f.text(
-        20,
-        256,
-        "GiB beside model states. Two layers of Llama 3.1 8B with a vocabulary of 8,192, bfloat16, "
-        f"{POSITIONS:,} positions a rank, full recompute.",
-        "faint",
-        "start",
-    )
+    what = "GiB beside model states. Two layers of Llama 3.1 8B with a vocabulary of 8,192, "
+    f.text(20, 254, f"{what}bfloat16,", "faint", "start")
+    f.text(20, 272, f"{POSITIONS:,} positions a rank, full recompute.", "faint", "start")
     return f
 
 
