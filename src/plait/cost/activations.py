@@ -6,7 +6,7 @@ compute dtype, a of an accurate one. "Keeps" is what autograd holds until the mo
 the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
-from plait.cost.context import Core
+from plait.cost.context import Core, needs_calls
 from plait.cost.latent import Latents
 from plait.cost.maps import Maps
 from plait.cost.mixture import Mixture
@@ -25,7 +25,8 @@ class Chunk(Maps):
     def __init__(self, job: Job, part: Part, split: bool):
         super().__init__(job, part, split)
         self.coarse = self.s.c < self.s.a
-        self.core = Core(job) if job.layout.cp > 1 else None  # attention over the cp ranks
+        #: Attention by our own calls of kernels: over the cp ranks, with sinks or a soft cap.
+        self.core = Core(job) if job.layout.cp > 1 or needs_calls(job.model) else None
         self.latents = Latents(self) if job.model.mla else None
         self.mixture = Mixture(self) if job.model.moe else None
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
@@ -128,14 +129,14 @@ class Chunk(Maps):
         all that it was given."""
         s, tape, model = self.s, self.tape, self.model
         # Under context parallelism positions are there already.
-        passing, tables = 8 * (s.tokens + (0 if self.core else s.seq)), 0
+        passing, tables = 8 * (s.tokens + (0 if self.layout.cp > 1 else s.seq)), 0
         tape.take(passing)
         if model.positions == "rope":
             dim = model.mla.rope_dim if model.mla else s.dim
             tape.spike((12 * s.seq + s.c * s.seq // 2) * dim)  # angles, sines in float64
             tables = 2 * s.c * s.seq * dim * (1 if model.rope_local_theta is None else 2)
             tape.take(tables)
-        if self.core is None and model.window is not None and s.seq > model.window:
+        if self.layout.cp == 1 and model.window is not None and s.seq > model.window:
             # One for all layers; made from distances, int64, and two conditions.
             tape.spike(11 * s.seq * s.seq)
             tape.take(s.seq * s.seq)
@@ -255,6 +256,7 @@ class Chunk(Maps):
         self.leave_backward(f"{name}.o", s.q, self.core.output if self.core else 0)
         if self.core:
             self.core.backward(tape, i, self.queue is not None)
+            self.arrive(f"{name}.sinks")
         else:
             tape.take(q + 2 * kv)
             tape.drop(q)

@@ -28,6 +28,7 @@ from plait.cost.tape import Tape
 from plait.spec.calls import Call, calls
 from plait.spec.job import Job
 from plait.spec.layout import Layout
+from plait.spec.model import Model
 from plait.spec.sequence import ring_steps, sample_split
 
 
@@ -116,6 +117,11 @@ def fullest(layout: Layout) -> int:
     return min(1, layout.cp // layout.ulysses - 1)
 
 
+def needs_calls(model: Model) -> bool:
+    """Whether torch's attention does not do for a model (`models.heads.Heads.attend`)."""
+    return model.mla is None and (model.sinks or model.attention_softcap is not None)
+
+
 class Core:
     """Attention over the cp ranks, from queries, keys and values to its output, on a tape.
 
@@ -176,6 +182,8 @@ class Core:
             self._own(tape, calls)
             self._others(tape, calls)
             tape.drop(block * w.ring, kind)
+        if self.job.model.sinks:  # the output is less by their share
+            tape.spike(self.wide_q + self.lse)
         if self.coarse:
             tape.take(self.q)
             tape.drop(self.wide_q)

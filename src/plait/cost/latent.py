@@ -89,7 +89,7 @@ class Latents:
 
     def backward(self, name: str, kept: int) -> None:
         """As `Chunk.attention_backward`; `kept` bytes go with the input."""
-        chunk, s, mla = self.chunk, self.chunk.s, self.mla
+        chunk, mla = self.chunk, self.mla
         tape, q, v = chunk.tape, self.q, self.v
         chunk.leave_backward(f"{name}.o", self.v_width, v if self.padded else 0)
         if self.padded:
