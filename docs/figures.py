@@ -270,6 +270,25 @@ PIPELINES = (
 )
 
 
+def expert() -> Figure:
+    """Two choices of each token travel to the ranks that have their experts."""
+    f = Figure(720, 262, "Expert parallelism: tokens travel to the ranks of their experts and back")
+    f.text(20, 28, "ep 4: eight experts on four ranks, tokens go to theirs and come back.",
+           "faint", "start")  # fmt: skip
+    for r in range(4):
+        x = 20 + 175 * r
+        f.frame(x, 44, 155, 206)
+        f.text(x + 77, 64, f"rank {r}")
+        f.box(x + 12, 74, 131, 24, "tokens", f"tokens {4 * r} to {4 * r + 3}")
+        f.box(x + 12, 104, 131, 24, "weights", "router")
+        f.box(x + 12, 196, 62, 40, "weights", f"expert {2 * r}")
+        f.box(x + 81, 196, 62, 40, "weights", f"expert {2 * r + 1}")
+    for r in range(4):
+        for to in ((r + 1) % 4, (3 * r + 2) % 4):
+            f.arrow(97 + 175 * r, 130, 97 + 175 * to, 193, both=True)
+    return f
+
+
 def pipeline(name: str) -> str:
     """A schedule of four ranks and eight micro batches; F, I and W take the same time."""
     table = build(name, 4, 8)
@@ -279,6 +298,7 @@ def pipeline(name: str) -> str:
 def figures() -> dict[str, str]:
     """File name in docs/strategies/ -> SVG."""
     drawn = {"data.svg": str(data()), "zero.svg": str(zero()), "tensor.svg": str(tensor())}
+    drawn |= {"expert.svg": str(expert())}
     drawn |= {"context.svg": str(context()), "context-memory.svg": str(ring_memory())}
     return drawn | {f"pipeline-{name}.svg": pipeline(name) for name in PIPELINES}
 
