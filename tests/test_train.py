@@ -64,6 +64,31 @@ def test_the_curve_does_not_depend_on_layout_or_breaks(tmp_path):
     assert same(curve(tmp_path / "c.jsonl"), curve(tmp_path / "a.jsonl"))
 
 
+def test_a_mixture_goes_on_with_its_experts_elsewhere(tmp_path):
+    """Two experts' ranks that stop after two steps; four, cut in two, that go on."""
+    model = ["--model", "tiny-moe", "--model.moe.ffn", "32", "--model.moe.aux-loss", "0.01"]
+    common = [*SMALL, *model, "--dtype", "float64", "--checkpoint.every", "2", "--json"]
+    first = ["--ranks", "2", "--ep", "2", "--steps", "4", "--metrics", "a.jsonl"]
+    two = plait(*common, *first, "--checkpoint.folder", "kept", cwd=tmp_path)
+    assert two.returncode == 0, two.stderr
+    assert "imbalance" in two.stderr
+    then = ["--ranks", "4", "--tp", "2", "--ep", "2", "--etp", "2", "--metrics", "b.jsonl"]
+    four = plait("kept/step-00000002", *then, "--checkpoint.folder", "more", "--json", cwd=tmp_path)
+    assert four.returncode == 0, four.stderr
+    for run in (two, four):
+        assert json.loads(run.stdout)["differences"] == []
+    whole, rest = curve(tmp_path / "a.jsonl"), curve(tmp_path / "b.jsonl")
+    assert len(whole) == 4
+    assert same(whole[2:], rest[-2:])
+    lines = [json.loads(text) for text in (tmp_path / "a.jsonl").read_text().splitlines()]
+    for line in lines:
+        # Shares add up to the number of experts: 1 for each that is used evenly, and more.
+        assert line["aux_loss"] >= 0.01 * 0.9
+        assert 1 <= line["imbalance"] <= 8
+        assert line["z_loss"] == 0
+        assert "dropped" not in line
+
+
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     wild = ["--train.learning-rate", "1e30", "--train.clip", "0", "--steps", "20"]
     done = plait(*SMALL, *wild, "--ranks", "2", "--metrics", "m.jsonl", cwd=tmp_path)
