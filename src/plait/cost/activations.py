@@ -12,6 +12,7 @@ from plait.cost.maps import Maps
 from plait.cost.mixture import Mixture
 from plait.cost.parts import Part
 from plait.cost.tape import Tape
+from plait.cost.tensor import has_mlp
 from plait.spec.job import Job
 
 
@@ -101,6 +102,7 @@ class Chunk(Maps):
                 if self.layout.recompute == "full":
                     # What first asks for a tensor is the last map, whose gradient is gathered.
                     first = self.rows and not self.after and not self.model.dropout
+                    first = first and has_mlp(self.model, _number(name))
                     with tape.during(self.whole if first else 0, "buffers"):
                         self.layer(_number(name), keep=True, stop=True)
                 self.layer_backward(_number(name))
@@ -365,8 +367,11 @@ class Chunk(Maps):
                 tape.drop(self.stream if self.model.dropout else 0)
             if self.again(branch):
                 # The last map asks for its input once its gradient has been gathered.
-                gathered = self.whole if self.rows else 0
+                mixed = branch == "mlp" and self.model.is_moe(i)
+                maps = branch == "attention" or has_mlp(self.model, i)
+                gathered = self.whole if self.rows and maps else 0
                 own = self.stream if self.rows and (self.after or self.model.dropout) else 0
+                own = 0 if mixed else own  # which experts need too
                 tape.drop(own)
                 with tape.during(gathered, "buffers"):
                     getattr(self, branch)(i, keep=True, stop=True)
