@@ -79,8 +79,12 @@ def context_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> 
         return
     w, dtype = Widths.of(job), dtypes_of(job).compute
     tokens = Shapes.of(job).tokens
-    kv = size_of(dtype, tokens, 2 * w.kv)
-    heads = (size_of(dtype, tokens, w.q + 2 * w.kv), size_of(dtype, tokens, w.q))
+    q, kv, out = w.q, 2 * w.kv, w.q
+    if mla := job.model.mla:  # heads all have keys and values of their own, and of two widths
+        heads, width = Shapes.of(job).heads, mla.nope_dim + mla.rope_dim
+        q, kv, out = heads * width, heads * (width + mla.v_dim), heads * mla.v_dim
+    heads = (size_of(dtype, tokens, q + kv), size_of(dtype, tokens, out))
+    kv = size_of(dtype, tokens, kv)
     again = layout.recompute == "full" or "attention" in layout.recomputed
     # Attention keeps its output, so nothing of it can be left out when it is repeated.
     passes = ["forward", "backward"] + ["recompute"] * again
