@@ -107,7 +107,7 @@ def test_the_sample_holds_every_pair(space, sample):
         assert cases.pairs(cases.random_point(rng, space)) <= held
 
 
-@pytest.mark.parametrize("sample", [SAMPLE, PIPELINES, CONTEXT])
+@pytest.mark.parametrize("sample", [SAMPLE, PIPELINES, CONTEXT, EXPERTS])
 def test_the_rules_allow_what_is_tried(sample):
     for point in sample:
         errors = [f for f in rules.check(cases.case(point).job, "explain") if f.level == "error"]
