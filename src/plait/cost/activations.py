@@ -92,7 +92,10 @@ class Chunk(Maps):
                 self.embed_backward()
             else:
                 if self.layout.recompute == "full":
-                    self.layer(_number(name), keep=True, stop=True)
+                    # What first asks for a tensor is the last map, whose gradient is gathered.
+                    first = self.rows and not self.after and not self.model.dropout
+                    with tape.during(self.whole if first else 0, "buffers"):
+                        self.layer(_number(name), keep=True, stop=True)
                 self.layer_backward(_number(name))
         tape.drop(self.kept)  # of the context
         # Where a branch has no norm before it, a map that is put off keeps the chunk's input.
@@ -187,8 +190,7 @@ class Chunk(Maps):
         if self.masked(i):  # as numbers, in the compute dtype
             tape.take(s.c * s.seq * s.seq)
         tape.take(q + s.a * heads)
-        if not stop:
-            self.leave(model.o_bias)
+        self.leave_or_stop(model.o_bias, stop)
         if not keep:
             tape.drop(self.attention_keeps(i))
 
@@ -248,8 +250,7 @@ class Chunk(Maps):
         maps = 2 if self.model.gated else 1
         self.fan_out(*[s.ffn] * maps)
         self.tape.take(n)
-        if not stop:
-            self.leave(self.model.mlp_bias)
+        self.leave_or_stop(self.model.mlp_bias, stop)
         if not keep:
             self.tape.drop((maps + 1) * n)
 
@@ -331,7 +332,13 @@ class Chunk(Maps):
                 # Its input is dropped; what it made is new where nothing before it was.
                 tape.drop(self.stream if self.model.dropout else 0)
             if self.again(branch):
-                getattr(self, branch)(i, keep=True, stop=True)
+                # The last map asks for its input once its gradient has been gathered.
+                gathered = self.whole if self.rows else 0
+                own = self.stream if self.rows and (self.after or self.model.dropout) else 0
+                tape.drop(own)
+                with tape.during(gathered, "buffers"):
+                    getattr(self, branch)(i, keep=True, stop=True)
+                tape.take(own)
             getattr(self, f"{branch}_backward")(f"{unit}.{branch}", i)
             if self.before:
                 if self.again("norm"):

@@ -56,7 +56,7 @@ class Maps:
         self.stream, self.whole = s.c * s.rows * s.hidden, s.c * s.tokens * s.hidden
         self.tp, self.rows = job.layout.tp > 1, s.rows < s.tokens
         #: Maps are rewritten (`parallel.tensor`), one function for all of one input.
-        self.columns = self.tp or split
+        self.columns, self.split = self.tp or split, split
         self.after = job.model.norm_at in ("output", "both")  # a norm of a branch's result
         self.queue: list[PutOff] | None = None
         self.shared = False  # the gradient of the stream is one that a map keeps
@@ -158,6 +158,15 @@ class Maps:
             self.tape.take(self.stream)
         if biased and self.columns:
             self.tape.spike(self.stream)
+
+    def leave_or_stop(self, biased: bool, stop: bool) -> None:
+        """`leave`; or what is made of it where recomputation stops as soon as it has the map's
+        input: torch's own map says what it keeps before it computes, one that can put off its
+        weight gradient after."""
+        if not stop:
+            self.leave(biased)
+        elif self.split:
+            self.tape.spike(self.whole)
 
     def leave_backward(self, name: str, width: int, kept: int) -> None:
         """Leaves the gradient of the map's input; of that input, which backward of the region
