@@ -24,6 +24,21 @@ _BASE = Model.of(
     "parity", layers=2, hidden=32, heads=8, head_dim=4, vocab=61, ffn=48, seq=SEQ, kv_heads=8
 )
 
+#: Wider, for ledgers: what grows with the width outweighs what does not.
+WIDE = Model.of("llama", layers=4, hidden=128, heads=8, kv_heads=4, ffn=320, vocab=512)
+WIDE_GPT = replace(
+    WIDE,
+    kv_heads=8,
+    mlp="gelu",
+    norm="layer",
+    positions="learned",
+    seq=512,
+    tied=True,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+)
+
 #: Choices of the model that meet a layout differently: norms over heads or over all heads,
 #: biases, windows, learned positions, dropout, norms after the branch, scaled embeddings.
 MODELS = {

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from plait.cost.ledger import MEMORY_CLASSES, differences
+import cases
+from plait.cost.ledger import MEMORY_CLASSES, differences, memory_differences
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.rules import check
@@ -18,19 +19,7 @@ from plait.spec.schedule import SCHEDULES
 from plait.trace.dryrun import dryrun, measure
 from tables import everywhere
 
-LLAMA = Model.of("llama", layers=4, hidden=128, heads=8, kv_heads=4, ffn=320, vocab=512)
-GPT = replace(
-    LLAMA,
-    kv_heads=8,
-    mlp="gelu",
-    norm="layer",
-    positions="learned",
-    seq=512,
-    tied=True,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-)
+LLAMA, GPT = cases.WIDE, cases.WIDE_GPT
 MODELS = {
     "llama": LLAMA,
     "tied": replace(LLAMA, tied=True),
@@ -273,3 +262,17 @@ def test_copies_on_every_stage(zero, tmp_path):
     own = 4 * (6 * layer + 2 * 512 * 128 + 128) // 2
     assert [s["backward"][1] for s in sends(job)] == [2 * own] * 3
     agree(job)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective:mlp", "selective:attention"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_is_gathered_for_recomputation(schedule, recompute):
+    """Under sequence parallelism a whole gradient of the stream is there while a region is made
+    again: of eight ranks' rows that is much beside what one of them keeps."""
+    model = Model.of(
+        "wide", layers=4, hidden=1024, heads=16, kv_heads=8, ffn=3584, vocab=512, head_dim=64
+    )
+    layout = Layout.fill(16, tp=8, pp=2, schedule=schedule, recompute=recompute)
+    train = Train(seq_len=8192, dtype="bfloat16", accumulation=2, global_batch=2)
+    job = Job(model, layout, train)
+    assert memory_differences(memory(job), measure(job).memory) == []

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+import cases
 from harness import micro_batches
 from plait.cost.ledger import MEMORY_CLASSES
 from plait.cost.memory import buckets_of, memory, states
@@ -18,19 +19,7 @@ from plait.trace.memory import MemoryTracker
 from plait.train.program import Program
 from ranks import run_ranks
 
-LLAMA = Model.of("llama", layers=3, hidden=128, heads=8, kv_heads=4, ffn=320, vocab=512)
-GPT = replace(
-    LLAMA,
-    kv_heads=8,
-    mlp="gelu",
-    norm="layer",
-    positions="learned",
-    seq=512,
-    tied=True,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-)
+LLAMA, GPT = replace(cases.WIDE, layers=3), replace(cases.WIDE_GPT, layers=3)
 OLMO = replace(LLAMA, qk_norm="full", norm_at="output")
 GEMMA = replace(LLAMA, norm_offset=True, embed_scale=True, tied=True, mlp="geglu")
 WINDOWED = replace(LLAMA, window=512, full_every=2)

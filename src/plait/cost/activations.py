@@ -208,8 +208,7 @@ class Chunk(Maps):
             self.core.forward(tape, i, keep)
         else:
             tape.take(q + s.a * heads)
-        if not stop:
-            self.leave(model.o_bias)
+        self.leave_or_stop(model.o_bias, stop)
         if self.core:
             tape.drop(self.core.given)
         if not keep:
@@ -284,8 +283,7 @@ class Chunk(Maps):
         maps = 2 if self.model.gated else 1
         self.fan_out(*[s.ffn] * maps)
         self.tape.take(n)
-        if not stop:
-            self.leave(self.model.mlp_bias)
+        self.leave_or_stop(self.model.mlp_bias, stop)
         if not keep:
             self.tape.drop((maps + 1) * n)
 

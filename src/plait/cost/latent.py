@@ -74,8 +74,7 @@ class Latents:
             tape.drop(early)
             kept -= early
         tape.take(self.v if self.padded else 0)
-        if not stop:
-            chunk.leave(chunk.model.o_bias)
+        chunk.leave_or_stop(chunk.model.o_bias, stop)
         tape.drop(names)
         if not keep:
             tape.drop(kept + self._scores + (self.v if self.padded else 0))

@@ -171,6 +171,15 @@ class Maps:
         if biased and self.columns:
             self.tape.spike(self.stream)
 
+    def leave_or_stop(self, biased: bool, stop: bool) -> None:
+        """`leave`; or what is made of it where recomputation stops as soon as it has the map's
+        input: torch's own map says what it keeps before it computes, one that can put off its
+        weight gradient after."""
+        if not stop:
+            self.leave(biased)
+        elif self.split:
+            self.tape.spike(self.whole)
+
     def leave_backward(self, name: str, width: int, kept: int, own: int | None = None) -> None:
         """Leaves the gradient of the map's input; of that input, which backward of the region
         needs no more, it drops `kept` bytes. The output's gradient is dropped too, unless it is

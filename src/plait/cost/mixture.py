@@ -163,8 +163,7 @@ class Mixture:
         chunk, maps = self.chunk, 2 if self.gated else 1
         chunk.fan_out(*[self.width] * maps)
         chunk.tape.take(self.shared)
-        if not stop:
-            chunk.leave(chunk.model.mlp_bias)
+        chunk.leave_or_stop(chunk.model.mlp_bias, stop)
         if not keep:
             chunk.tape.drop((maps + 1) * self.shared)
 

@@ -6,6 +6,8 @@ A chunk (a virtual stage) is a run of layers; chunks are numbered in the order o
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
 
 from plait.spec.layout import Layout
 from plait.spec.model import Model
@@ -44,13 +46,18 @@ def chunk_parameters(model: Model, layout: Layout, chunk: int) -> Iterator[Param
     A tied table is in the first chunk and, where that is another one, in the last too: under the
     same name, in its unit "head". The two copies agree on one gradient (`parallel/pipeline.py`).
     """
-    units = set(chunk_units(model, layout, chunk))
-    for p in parameters(model):
-        if p.unit in units:
-            yield p
+    units, table = chunk_units(model, layout, chunk), _by_unit(model)
+    for unit in units:
+        yield from table.get(unit, ())
     if model.tied and "head" in units and "embed" not in units:
-        table = next(p for p in parameters(model) if p.name == TABLE)
-        yield replace(table, unit="head")
+        yield replace(next(p for p in table["embed"] if p.name == TABLE), unit="head")
+
+
+@lru_cache(maxsize=4)
+def _by_unit(model: Model) -> dict[str, tuple[Parameter, ...]]:
+    """The table of parameters, made once for all chunks of a model."""
+    groups = groupby(parameters(model), key=lambda p: p.unit)
+    return {unit: tuple(members) for unit, members in groups}
 
 
 #: The token table, which a tied head shares.
