@@ -107,7 +107,7 @@ class Sleeper:
         self.queue: list[Callable[[], None]] | None = None
 
     def module(
-        self, tokens: Tensor, targets: Tensor | None, index: Tensor, stream: Tensor | None
+        self, tokens: Tensor, targets: Tensor | None, index: Tensor, stream: Tensor | None, *_: None
     ) -> Tensor:
         if stream is None:
             stream = torch.zeros(1, _HIDDEN, dtype=torch.float64, requires_grad=True)

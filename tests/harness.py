@@ -1,7 +1,9 @@
 """Holds a layout against one process."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from plait.models.random import initial
 from plait.models.transformer import Transformer
 from plait.parallel.check import make_check
 from plait.parallel.mesh import Mesh, make_mesh
-from plait.spec.job import Batch, Job, Train
+from plait.spec.job import Batch, Data, Job, Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model
 from plait.spec.parameters import parameters
@@ -30,6 +32,7 @@ class Case:
     layout: Layout
     accumulation: int = 1
     seq_len: int = 16
+    document_mask: bool = False
     train: Train = field(default_factory=Train)
 
     @property
@@ -45,18 +48,25 @@ class Case:
             warmup=1,
             clip=0.5,
         )
-        return Job(self.model, self.layout, train)
+        return Job(self.model, self.layout, train, Data(document_mask=self.document_mask))
 
 
 def global_batch(job: Job, step: int) -> MicroBatch:
-    """Random tokens of the whole global batch of a step, a few targets not valid."""
+    """Random tokens of the whole global batch of a step, a few targets not valid; with a mask for
+    documents, samples of one to four of random lengths."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (job.train.global_batch, job.train.seq_len)
     tokens = torch.randint(job.model.vocab, shape, generator=generator)
     targets = torch.randint(job.model.vocab, shape, generator=generator)
     ignored = torch.rand(shape, generator=generator) < 0.1
     index = torch.arange(shape[0]) + step * shape[0]
-    return MicroBatch(tokens, targets.masked_fill(ignored, -1), index)
+    documents = None
+    if job.data.document_mask:
+        rng = random.Random(step)
+        cuts = (rng.sample(range(1, shape[1]), rng.randrange(4)) for _ in range(shape[0]))
+        ends = ([0, *sorted(some), shape[1]] for some in cuts)
+        documents = [tuple(b - a for a, b in pairwise(some)) for some in ends]
+    return MicroBatch(tokens, targets.masked_fill(ignored, -1), index, documents)
 
 
 def micro_batches(job: Job, mesh: Mesh, step: int) -> list[MicroBatch]:
@@ -67,7 +77,8 @@ def micro_batches(job: Job, mesh: Mesh, step: int) -> list[MicroBatch]:
     for a in range(job.train.accumulation):
         start = (a * layout.dp + dp_rank) * layout.micro_batch
         s = slice(start, start + layout.micro_batch)
-        result.append(MicroBatch(whole.tokens[s], whole.targets[s], whole.index[s]))
+        documents = whole.documents and whole.documents[s]
+        result.append(MicroBatch(whole.tokens[s], whole.targets[s], whole.index[s], documents))
     return result
 
 
@@ -112,13 +123,14 @@ def one_process(job: Job, pieces: int = 1) -> Trace:
     for step in range(t.steps):
         batch = global_batch(job, step)
         whole = batch.tokens, batch.targets, batch.index
+        assert pieces == 1 or batch.documents is None
         valid = (batch.targets >= 0).sum()
         for moe in mixtures(module):
             moe.scale = 1 / valid.double()
             moe.take()
         loss = torch.zeros((), dtype=torch.float64)
         for part in zip(*(t.chunk(pieces) for t in whole), strict=True):
-            partial = module(*part) / valid
+            partial = module(*part, documents=batch.documents) / valid
             partial.backward()
             loss += partial.detach()
         if step == 0:

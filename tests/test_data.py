@@ -125,7 +125,7 @@ def test_sample_i_of_step_t_is_the_same_in_every_layout(tmp_path, layout, accumu
         numbers = []
         for a in range(accumulation):
             for rank in range(layout.dp):
-                tokens, targets, index = corpus.batch(step, whole, rank, a)
+                tokens, targets, index, _ = corpus.batch(step, whole, rank, a)
                 assert tokens.shape == targets.shape == (layout.micro_batch, 4)
                 assert tokens.dtype == targets.dtype == index.dtype == torch.int64
                 for j, number in enumerate(index.tolist()):

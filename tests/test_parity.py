@@ -85,6 +85,32 @@ def test_losses_that_depend_on_who_shares_a_micro_batch(form, layout):
     compare(run_ranks(case.layout.world, on_rank, case.job), one_process(case.job, pieces))
 
 
+_GEMMA2 = replace(cases.MODELS["gemma"], attention_softcap=2.0, window=6, full_every=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", {"world": 2, "cp": 2, "micro_batch": 2}),
+        ("llama", {"world": 4, "cp": 4, "cp_method": "all-gather", "micro_batch": 2, "zero": 3}),
+        ("gpt2", {"world": 4, "cp": 2, "ulysses": 2, "tp": 2}),  # learned positions, dropout
+        ("qwen3", {"world": 8, "cp": 4, "ulysses": 2, "pp": 2, "schedule": "zbv"}),
+        ("gemma2", {"world": 4, "cp": 4, "recompute": "full"}),  # windows, soft caps
+        ("gpt-oss", {"world": 4, "cp": 2, "tp": 2, "recompute": "selective:attention"}),
+        ("deepseek", {"world": 4, "cp": 2, "ep": 2, "pp": 2, "schedule": "zb-h1"}),
+        ("llama", {"world": 2, "tp": 2}),
+    ],
+    ids=str,
+)
+def test_documents_of_a_sample_do_not_see_each_other(model, layout):
+    layout = dict(layout)
+    models = cases.MODELS | cases.MIXTURES | {"gemma2": _GEMMA2}
+    model = replace(models[model], layers=4)
+    layout = Layout.fill(layout.pop("world"), **layout)
+    case = Case(model, layout, accumulation=2, document_mask=True)
+    compare(run_ranks(layout.world, on_rank, case.job), one_process(case.job))
+
+
 @pytest.mark.parametrize("point", cases.UNEVEN, ids=cases.name)
 def test_uneven_layout_equals_one_process(point):
     assert cases.legal(point)

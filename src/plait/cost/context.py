@@ -15,12 +15,14 @@ Jacobs et al. 2309.14509, section 3.1. Inside of one of the others (2405.07719) 
 hold: a group of `ulysses` ranks has as many times the positions, and each the fewer heads.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from plait.cost.dtypes import dtypes_of, size_of
+from plait.cost.kernels import Kernels
 from plait.cost.ledger import TrafficLedger
 from plait.cost.parts import Part
 from plait.cost.shapes import Shapes
@@ -28,8 +30,10 @@ from plait.cost.tape import Tape
 from plait.spec.calls import Call, calls
 from plait.spec.job import Job
 from plait.spec.layout import Layout
-from plait.spec.model import Model
-from plait.spec.sequence import ring_steps, sample_split
+from plait.spec.sequence import pairs, sample_split, sample_steps
+
+#: Of each sample of a micro batch the lengths of its documents.
+Documents = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -38,22 +42,33 @@ class Widths:
 
     Attributes:
         copies: times that KV heads are copied before Ulysses deals them out.
-        q, kv: widths of all that a rank gives away: its query heads, its KV heads (keys, or as much
-            again for values) with their copies.
+        q, k, v, out: widths of all that a rank gives away: its query heads, the keys and values of
+            its KV heads with their copies, its part of the output.
         ring, ulysses: ranks of the two axes.
     """
 
     copies: int
     q: int
-    kv: int
+    k: int
+    v: int
+    out: int
     ring: int
     ulysses: int
 
     @staticmethod
     def of(job: Job) -> "Widths":
-        s, ulysses = Shapes.of(job), job.layout.ulysses
+        s, mla, ulysses = Shapes.of(job), job.model.mla, job.layout.ulysses
+        ring = job.layout.cp // ulysses
+        if mla:  # heads all have keys and values of their own, and of two widths
+            width, v = s.heads * (mla.nope_dim + mla.rope_dim), s.heads * mla.v_dim
+            return Widths(1, width, width, v, v, ring, ulysses)
         copies = max(1, ulysses // s.kv_heads)
-        return Widths(copies, s.q, copies * s.kv, job.layout.cp // ulysses, ulysses)
+        return Widths(copies, s.q, copies * s.kv, copies * s.kv, s.q, ring, ulysses)
+
+    @property
+    def block(self) -> int:
+        """Keys and values."""
+        return self.k + self.v
 
 
 def window_of(job: Job, layer: int) -> int | None:
@@ -63,12 +78,7 @@ def window_of(job: Job, layer: int) -> int | None:
 
 def steps(job: Job, layer: int) -> int:
     """Blocks that a rank of the ring looks at in a layer, its own included."""
-    return _steps(job.layout, job.train.seq_len, window_of(job, layer))
-
-
-@lru_cache(maxsize=64)
-def _steps(layout: Layout, seq: int, window: int | None) -> int:
-    return ring_steps(sample_split(layout, seq).joined(layout.ulysses), window)
+    return sample_steps(job.layout, job.train.seq_len, window_of(job, layer))
 
 
 def context_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> None:
@@ -79,12 +89,8 @@ def context_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> 
         return
     w, dtype = Widths.of(job), dtypes_of(job).compute
     tokens = Shapes.of(job).tokens
-    q, kv, out = w.q, 2 * w.kv, w.q
-    if mla := job.model.mla:  # heads all have keys and values of their own, and of two widths
-        heads, width = Shapes.of(job).heads, mla.nope_dim + mla.rope_dim
-        q, kv, out = heads * width, heads * (width + mla.v_dim), heads * mla.v_dim
-    heads = (size_of(dtype, tokens, q + kv), size_of(dtype, tokens, out))
-    kv = size_of(dtype, tokens, kv)
+    heads = (size_of(dtype, tokens, w.q + w.block), size_of(dtype, tokens, w.out))
+    block = size_of(dtype, tokens, w.block)
     again = layout.recompute == "full" or "attention" in layout.recomputed
     # Attention keeps its output, so nothing of it can be left out when it is repeated.
     passes = ["forward", "backward"] + ["recompute"] * again
@@ -101,11 +107,31 @@ def context_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> 
             for bytes in heads:
                 add("ulysses", "all-to-all", bytes, w.ulysses)
             if layout.cp_method == "ring":
-                add("cp", "send", kv, w.ring, messages * (2 if back else 1))
+                add("cp", "send", block, w.ring, messages * (2 if back else 1))
                 continue
-            add("cp", "all-gather", w.ring * kv, w.ring)
+            add("cp", "all-gather", w.ring * block, w.ring)
             if back:
-                add("cp", "reduce-scatter", w.ring * kv, w.ring)
+                add("cp", "reduce-scatter", w.ring * block, w.ring)
+
+
+def imbalance(job: Job, micro_batches: Iterable[Documents]) -> float:
+    """Most attention of a rank of the ring over the mean, in all layers; 1 is perfect.
+
+    micro_batches: of each sample of each the lengths of its documents. Ranks wait for each other in
+    each micro batch, so the most of each counts.
+    """
+    layout, windows = job.layout, Counter(window_of(job, i) for i in range(job.model.layers))
+    most = total = 0
+    for samples in micro_batches:
+        work = [0] * (layout.cp // layout.ulysses)
+        for documents in samples:
+            cut = sample_split(layout, documents).joined(layout.ulysses)
+            whole = ((0, cut.seq),)
+            for rank, shard in enumerate(cut.shards):
+                for window, layers in windows.items():
+                    work[rank] += layers * pairs(shard, whole, documents, window)
+        most, total = most + max(work), total + sum(work)
+    return most * (layout.cp // layout.ulysses) / total
 
 
 # ------------------------------------------------------------------------------------------
@@ -121,9 +147,12 @@ def fullest(layout: Layout) -> int:
     return min(1, layout.cp // layout.ulysses - 1)
 
 
-def needs_calls(model: Model) -> bool:
-    """Whether torch's attention does not do for a model (`models.heads.Heads.attend`)."""
-    return model.mla is None and (model.sinks or model.attention_softcap is not None)
+def needs_calls(job: Job, layer: int) -> bool:
+    """Whether torch's attention does not do for a layer (`models.heads.Heads.attend`)."""
+    model, window = job.model, window_of(job, layer)
+    bent = model.sinks or model.attention_softcap is not None
+    short = window is not None and window < job.train.seq_len
+    return job.layout.cp > 1 or bent or short or job.data.document_mask
 
 
 class Core:
@@ -144,21 +173,24 @@ class Core:
         s, w = self.s, self.w
         self.several = job.layout.micro_batch > 1
         self.coarse = s.c < s.a
-        self.q, self.kv = s.c * s.tokens * w.q, s.c * s.tokens * w.kv
-        self.wide_q, self.wide_kv = s.a * s.tokens * w.q, s.a * s.tokens * w.kv
+        self.q, self.block, self.out = (s.c * s.tokens * n for n in (w.q, w.block, w.out))
+        self.wide_q, self.wide_block, self.wide_out = (
+            s.a * s.tokens * n for n in (w.q, w.block, w.out)
+        )
         self.lse = s.a * s.tokens * s.heads
+        self.kernels = Kernels.of(job.model, s, job.layout.micro_batch, w.ulysses, w.q, w.k, w.v)
         #: Before Ulysses: queries, keys and values of all heads.
-        self.given = s.c * s.tokens * (s.q + 2 * s.kv) if w.ulysses > 1 else 0
+        self.given = self.q + self.block // w.copies if w.ulysses > 1 else 0
 
     @property
     def output(self) -> int:
         """Bytes of the output that the next map keeps, beside the one that attention keeps."""
-        return self.q if self.w.ulysses > 1 else 0
+        return self.out if self.w.ulysses > 1 else 0
 
     @property
     def keeps(self) -> int:
         """What attention keeps, its inputs included."""
-        return 2 * self.q + 2 * self.kv + self.lse
+        return self.q + self.block + self.out + self.lse
 
     # -- forward
 
@@ -168,7 +200,7 @@ class Core:
         w, calls = self.w, _calls(self.job, layer)
         if w.ulysses > 1:
             self._to_heads(tape)
-        n, block, kind = steps(self.job, layer), 2 * self.kv, "buffers"
+        n, block, kind = steps(self.job, layer), self.block, "buffers"
         if w.ring == 1:
             self._own(tape, calls)
         elif self.job.layout.cp_method == "ring":
@@ -179,18 +211,18 @@ class Core:
             tape.drop(block, kind)
             for step in range(1, n):
                 tape.take(0 if step + 1 == n else block, kind)
-                self._others(tape, calls)
+                self._pieces(tape, calls.others)
                 tape.drop(block, kind)
         else:
             self._gather(tape)
             self._own(tape, calls)
-            self._others(tape, calls)
+            self._pieces(tape, calls.others)
             tape.drop(block * w.ring, kind)
         if self.job.model.sinks:  # the output is less by their share
-            tape.spike(self.wide_q + self.lse)
+            tape.spike(self.wide_out + self.lse)
         if self.coarse:
-            tape.take(self.q)
-            tape.drop(self.wide_q)
+            tape.take(self.out)
+            tape.drop(self.wide_out)
         if w.ulysses > 1:
             self._to_sequence(tape)
             tape.drop(0 if keep else self.keeps)
@@ -198,52 +230,35 @@ class Core:
     def _own(self, tape: Tape, calls: "_Calls") -> None:
         """Leaves the output over this rank's own keys, accurate."""
         if calls.single:
-            tape.take(self.q + self.lse)
+            with tape.during(self.kernels.forward(calls.own[0])):
+                tape.take(self.out + self.lse)
             if self.coarse:
-                tape.take(self.wide_q)
-                tape.drop(self.q)
+                tape.take(self.wide_out)
+                tape.drop(self.out)
             return
-        tape.take(self.wide_q + self.lse)
+        tape.take(self.wide_out + self.lse)
         self._pieces(tape, calls.own)
-
-    def _others(self, tape: Tape, calls: "_Calls") -> None:
-        self._pieces(tape, calls.others)
 
     def _pieces(self, tape: Tape, calls: Iterable[Call]) -> None:
         """What calls make and what merging makes of it: two outputs weighted, their sum, four
         numbers a row."""
-        s, heads = self.s, self.w.q // self.s.dim
-        for kind, q0, q1, k0, k1 in calls:
-            rows = (q1 - q0) * self._batch
-            piece = rows * (s.c * self._width_q + s.a * heads // self.w.ulysses)
-            merged = rows * s.a * (3 * self._width_q + 4 * heads // self.w.ulysses)
-            turned = 0
-            if kind == "anti":
-                keys = (k1 - k0) * self._batch * 2 * self._width_kv
-                turned = piece + s.c * (rows * self._width_q + keys)
-            tape.spike(piece + merged + turned)
-
-    @property
-    def _batch(self) -> int:
-        return self.job.layout.micro_batch
-
-    @property
-    def _width_q(self) -> int:
-        return self.w.q // self.w.ulysses
-
-    @property
-    def _width_kv(self) -> int:
-        return self.w.kv // self.w.ulysses
+        s, kernels = self.s, self.kernels
+        for call in calls:
+            rows = (call.q1 - call.q0) * self.job.layout.micro_batch
+            piece, turned = kernels.results(call), kernels.turned(call)
+            merged = rows * s.a * (3 * kernels.out + 4 * kernels.heads)
+            merged += piece if turned else 0
+            tape.spike(piece + turned + max(merged, kernels.forward(call)))
 
     def _gather(self, tape: Tape) -> None:
         """Leaves the blocks of all ranks of the ring."""
-        with tape.during(2 * self.kv):
-            tape.take(2 * self.kv * self.w.ring, "buffers")
+        with tape.during(self.block):
+            tape.take(self.block * self.w.ring, "buffers")
 
     def _to_heads(self, tape: Tape) -> None:
         """Leaves all positions of some heads beside what was given."""
-        heads = self.q + 2 * self.kv
-        copies = 2 * self.kv if self.w.copies > 1 else 0
+        heads = self.q + self.block
+        copies = self.block if self.w.copies > 1 else 0
         with tape.during(copies + heads), tape.during(heads):
             tape.take(heads)
             if self.several:
@@ -251,9 +266,9 @@ class Core:
 
     def _to_sequence(self, tape: Tape) -> None:
         """Leaves own positions of all heads beside the output."""
-        with tape.during(self.q):
-            tape.spike(self.q if self.several else 0)
-            tape.take(self.q)
+        with tape.during(self.out):
+            tape.spike(self.out if self.several else 0)
+            tape.take(self.out)
 
     # -- backward
 
@@ -264,26 +279,27 @@ class Core:
         """
         w = self.w
         if w.ulysses > 1:
-            with tape.during(self.q), tape.during(self.q if self.several else 0):
-                tape.take(self.q)
-            tape.drop(self.q)
+            with tape.during(self.out), tape.during(self.out if self.several else 0):
+                tape.take(self.out)
+            tape.drop(self.out)
         calls = _calls(self.job, layer)
         if w.ring == 1 and calls.single:
-            tape.take(self.q + 2 * self.kv)
+            with tape.during(self.kernels.backward(calls.own[0])):
+                tape.take(self.q + self.block)
         else:
-            tape.take(self.wide_q + 2 * self.wide_kv)
+            tape.take(self.wide_q + self.wide_block)
             self._block_gradients(tape, layer, calls)
             if self.coarse:
-                tape.take(self.q + 2 * self.kv)
-                tape.drop(self.wide_q + 2 * self.wide_kv)
-        output = self.q if later and not self.output else 0  # which that map keeps
-        tape.drop(self.q + self.keeps - output)
+                tape.take(self.q + self.block)
+                tape.drop(self.wide_q + self.wide_block)
+        output = self.out if later and not self.output else 0  # which that map keeps
+        tape.drop(self.out + self.keeps - output)
         if w.ulysses > 1:
             self._gradients_to_sequence(tape)
 
     def _block_gradients(self, tape: Tape, layer: int, calls: "_Calls") -> None:
         """Gradients of one block of keys after the other."""
-        w, n, block, wide = self.w, steps(self.job, layer), 2 * self.kv, 2 * self.wide_kv
+        w, n, block, wide = self.w, steps(self.job, layer), self.block, self.wide_block
         if w.ring == 1:
             self._piece_gradients(tape, calls.own)
         elif self.job.layout.cp_method == "ring":
@@ -317,18 +333,19 @@ class Core:
             tape.drop(block + wide * w.ring)
 
     def _piece_gradients(self, tape: Tape, calls: Iterable[Call]) -> None:
-        s, heads = self.s, self.w.q // self.s.dim // self.w.ulysses
-        for kind, q0, q1, k0, k1 in calls:
-            rows, keys = (q1 - q0) * self._batch, (k1 - k0) * self._batch
-            shares = s.c * (rows * self._width_q + keys * 2 * self._width_kv)
-            turned = 0
-            if kind == "anti":
-                turned = shares + s.c * rows * 2 * self._width_q + s.a * rows * heads
-            tape.spike(shares + turned)
+        kernels = self.kernels
+        for call in calls:
+            rows = (call.q1 - call.q0) * self.job.layout.micro_batch
+            shares, inside = kernels.gradients(call), kernels.backward(call)
+            turned = kernels.turned(call)
+            if turned:  # the gradient of the output, the output and its log-sum-exps too
+                turned += rows * (self.s.c * 2 * kernels.out + self.s.a * kernels.heads)
+                inside = max(inside, shares)
+            tape.spike(shares + turned + inside)
 
     def _gradients_to_sequence(self, tape: Tape) -> None:
         """Turns gradients of all positions of some heads into those of own positions."""
-        s, heads = self.s, self.q + 2 * self.kv
+        s, heads = self.s, self.q + self.block
         with tape.during(heads), tape.during(heads if self.several else 0):
             tape.take(heads)
         tape.take(heads)  # of queries, keys and values by themselves
@@ -339,7 +356,7 @@ class Core:
                 if self.coarse:
                     tape.take(s.c * own)
                     tape.drop(s.a * own)
-            tape.drop(2 * self.kv)
+            tape.drop(self.block)
         tape.drop(2 * heads)
 
 
@@ -362,7 +379,7 @@ def _calls(job: Job, layer: int) -> _Calls:
 @lru_cache(maxsize=64)
 def _calls_of(layout: Layout, seq: int, window: int | None) -> _Calls:
     """Of calls of the same form one."""
-    cut, mine = sample_split(layout, seq).joined(layout.ulysses), fullest(layout)
+    cut, mine = sample_split(layout, (seq,)).joined(layout.ulysses), fullest(layout)
     found = [calls(cut.shards[mine], keys, cut.documents, window) for keys in cut.shards]
     own = found.pop(mine)
 

@@ -7,6 +7,9 @@ compute dtype, beside its input
     latents      t (2 r_q + 2 r_kv + rope), as they are and normed
     attention    queries, keys, values padded to d, the output: 4 T d; log-sum-exps
     the output   T v once more, as the last map has it
+
+Attention by our own calls (`cost.context.Core`) pads nothing that it keeps: it has keys and values
+as they were made, T (nope + v), the output T v, and the last map's is the same.
 """
 
 from typing import TYPE_CHECKING
@@ -42,7 +45,7 @@ class Latents:
         s = self.chunk.s
         return 3 * self.q + (self.q if self.padded else self.kv) + s.a * s.tokens * s.heads
 
-    def forward(self, keep: bool, stop: bool) -> None:
+    def forward(self, i: int, keep: bool, stop: bool) -> None:
         """As `Chunk.attention`."""
         chunk, s, mla = self.chunk, self.chunk.s, self.mla
         tape, kept = chunk.tape, 0
@@ -66,6 +69,15 @@ class Latents:
             tape.take(rotated)
             names += self.rotated + rotated
         tape.take(2 * self.q)
+        if core := chunk.core(i):
+            core.forward(tape, i, keep)
+            chunk.leave_or_stop(chunk.model.o_bias, stop)
+            given = 2 * self.q + self.kv  # of which v is a part
+            tape.drop(names + (given if core.given else 0))
+            if not keep:
+                own = core.output if core.given else given + self.v + core.lse
+                tape.drop(kept + own)
+            return
         tape.take(self.q if self.padded else 0)
         names += self.kv if self.padded else 0
         tape.take(self.q + s.a * s.tokens * s.heads)
@@ -86,21 +98,16 @@ class Latents:
         if not keep:
             self.chunk.tape.drop(self._rows(rank))
 
-    def backward(self, name: str, kept: int) -> None:
+    def backward(self, name: str, i: int, kept: int) -> None:
         """As `Chunk.attention_backward`; `kept` bytes go with the input."""
         chunk, mla = self.chunk, self.mla
         tape, q, v = chunk.tape, self.q, self.v
-        chunk.leave_backward(f"{name}.o", self.v_width, v if self.padded else 0)
-        if self.padded:
-            tape.take(q)
-            tape.drop(v)
-        tape.take(3 * q)
-        tape.drop(q)
-        later = chunk.queue is not None and not self.padded  # the last map keeps the output
-        tape.drop(self._scores - (v if later else 0))
-        if self.padded:
-            tape.take(v)
-            tape.drop(q)
+        if core := chunk.core(i):
+            chunk.leave_backward(f"{name}.o", self.v_width, core.output)
+            core.backward(tape, i, chunk.queue is not None)
+            tape.drop(0 if core.given else self.kv - v)
+        else:
+            self._scores_backward(name)
         if self.turns:
             tape.take(self.rotated)
             tape.spike(self.rotated)
@@ -123,6 +130,21 @@ class Latents:
         chunk.fan_out_backward({f"{name}.q": self.q_width}, kept)
         tape.take(chunk.stream)
         tape.drop(2 * chunk.stream)
+
+    def _scores_backward(self, name: str) -> None:
+        """The output's gradient to those of queries, keys and values, by torch's attention."""
+        tape, q, v = self.chunk.tape, self.q, self.v
+        self.chunk.leave_backward(f"{name}.o", self.v_width, v if self.padded else 0)
+        if self.padded:
+            tape.take(q)
+            tape.drop(v)
+        tape.take(3 * q)
+        tape.drop(q)
+        later = self.chunk.queue is not None and not self.padded  # the last map keeps the output
+        tape.drop(self._scores - (v if later else 0))
+        if self.padded:
+            tape.take(v)
+            tape.drop(q)
 
     def _up_backward(self, up: str, norm: str, width: int, rank: int) -> None:
         """The gradients of heads' parts to that of a latent before its norm."""

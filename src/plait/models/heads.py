@@ -1,5 +1,6 @@
 """Self-attention in its two forms: grouped queries, and the latent attention of DeepSeek."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +11,17 @@ from plait.models import layers as L
 from plait.models.attention import attention
 from plait.spec.model import Model
 
+#: Of each sample the lengths of its documents, in order.
+Documents = Sequence[tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class Held:
     """The positions of each sample that are here, where they are not all.
 
     Attributes:
-        positions: int64 [S], in the order in which the stream has them.
+        positions: int64 [S], in the order in which the stream has them; or [B, S], where that is
+            not the same for every sample.
         whole: positions of a whole sample.
     """
 
@@ -30,23 +35,24 @@ class Context:
 
     Attributes:
         batch, seq: samples, tokens of each that are here.
-        positions: int64 [seq].
+        positions: int64 [seq], or [batch, seq].
         rows: int64 [T], each token's number in the whole data: sample * whole length + position.
-        cos, sin: rotary tables [seq, head_dim]; None without rotary embedding.
+        documents: of each sample the lengths of those that it holds, of which none sees another;
+            None: a sample is one text.
+        cos, sin: rotary tables [*positions, head_dim]; None without rotary embedding.
         local_cos, local_sin: the same for windowed layers; the same tensors unless the model
             gives those a theta of their own.
-        mask: bool [seq, seq], what windowed layers see; None where the window covers everything.
     """
 
     batch: int
     seq: int
     positions: Tensor
     rows: Tensor
+    documents: Documents | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
-    mask: Tensor | None = None
 
 
 class Heads(nn.Module):
@@ -66,11 +72,11 @@ class Heads(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """[B, S, heads, dim] (k and v may have fewer heads, v a smaller dim) -> [B, S, heads,
         v's dim]."""
-        if self.sinks is not None or self.softcap is not None:
+        short = self.window is not None and self.window < ctx.seq
+        if short or ctx.documents is not None or self.sinks is not None or self.softcap is not None:
             return attention(
-                q, k, v, None, self.window, self.scale, softcap=self.softcap, sinks=self.sinks
+                q, k, v, ctx.documents, self.window, self.scale, self.softcap, self.sinks
             )
-        mask = None if self.window is None else ctx.mask
         dim = v.shape[-1]
         if dim < q.shape[-1]:  # fused kernels want one width
             v = F.pad(v, (0, q.shape[-1] - dim))
@@ -78,8 +84,7 @@ class Heads(nn.Module):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=True,
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )

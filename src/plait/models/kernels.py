@@ -1,8 +1,9 @@
 """Attention kernels that return the log-sum-exp of their scores, and their backward.
 
-Fused ones where torch has them, for they hold no scores; elsewhere (values of another width than
-keys, soft caps, other devices) the same by matrix products, a block of queries at a time, so that
-memory is linear in the sequence there too.
+Fused ones where torch has them, for they hold no scores; they want values as wide as keys, so
+narrower ones (latent attention) are padded for the call. Elsewhere (soft caps, wider values, other
+devices) the same by matrix products, a block of queries at a time, so that memory is linear in the
+sequence there too.
 
 Shapes: q [B, S, heads, dim], k [B, K, kv heads, dim], v [B, K, kv heads, value dim], o like q with
 v's dim, lse [B, S, heads], in float32 where q is of half precision and in q's dtype elsewhere.
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _ATEN = torch.ops.aten
@@ -37,9 +39,10 @@ class Scores:
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; causal: the i-th query sees keys up to the i-th, S = K."""
     assert not causal or q.shape[1] == k.shape[1], (q.shape, k.shape)
-    kernel = _fused(q, v, scores)
+    kernel, width = _fused(q, v, scores), v.shape[-1]
     if kernel is None:
         return _products(q, k, v, causal, scores)
+    v = _padded(v, q)
     heads_first = _heads_first(q, k, v)
     if kernel == "cpu":
         o, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -49,7 +52,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tu
         o, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
             *heads_first, 0.0, causal, False, scale=scores.scale
         )
-    return o.transpose(1, 2), lse.transpose(1, 2)
+    o = o.transpose(1, 2)
+    return o[..., :width].contiguous() if width < o.shape[-1] else o, lse.transpose(1, 2)
 
 
 def backward(
@@ -63,9 +67,10 @@ def backward(
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This piece's share of the gradients of q, k, v; o and lse are those of all keys."""
-    kernel = _fused(q, v, scores)
+    kernel, width = _fused(q, v, scores), v.shape[-1]
     if kernel is None:
         return _products_backward(grad, q, k, v, o, lse, causal, scores)
+    grad, v, o = (_padded(t, q) for t in (grad, v, o))
     grad, q, k, v, o = _heads_first(grad, q, k, v, o)
     lse = lse.transpose(1, 2)
     if kernel == "cpu":
@@ -79,15 +84,22 @@ def backward(
             grad, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
             state, state.new_empty(0), scale=scores.scale,
         )  # fmt: skip
-    return tuple(g.transpose(1, 2) for g in grads)
+    dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    return dq, dk, dv[..., :width].contiguous() if width < dk.shape[-1] else dv
 
 
 def _fused(q: Tensor, v: Tensor, scores: Scores) -> str | None:
-    if scores.softcap is not None or q.shape[-1] != v.shape[-1]:
+    if scores.softcap is not None or q.shape[-1] < v.shape[-1]:
         return None
     if q.device.type == "cpu":
         return "cpu"
     return "cuda" if q.is_cuda and q.dtype in _HALF and q.shape[-1] <= 256 else None
+
+
+def _padded(x: Tensor, like: Tensor) -> Tensor:
+    """As wide in the last dim as `like`, with zeros."""
+    missing = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -102,11 +114,12 @@ def _products(
     o = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=precise(q.dtype))
     values = v.to(lse.dtype)
-    for rows, keys, score, _ in _score_blocks(q, k, causal, scores):
+    for rows, keys, score, slope in _score_blocks(q, k, causal, scores):
         total = score.logsumexp(-1)
-        weights = (score - total[..., None]).exp_()
+        weights = score.sub_(total[..., None]).exp_()
         o[:, rows] = torch.einsum("bhgqk,bkhd->bqhgd", weights, values[:, keys]).flatten(2, 3)
         lse[:, rows] = total.permute(0, 3, 1, 2).flatten(2)
+        del score, slope, weights  # before the next block is made
     return o, lse
 
 
@@ -126,7 +139,7 @@ def _products_backward(
     inner = (grad.to(wide) * o.to(wide)).sum(-1)
     for rows, keys, score, slope in _score_blocks(q, k, causal, scores):
         dy = _grouped(grad[:, rows].to(wide), kv_heads)
-        weights = (score - _grouped(lse[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]).exp_()
+        weights = score.sub_(_grouped(lse[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]).exp_()
         dv[:, keys] += torch.einsum("bhgqk,bqhgd->bkhd", weights, dy)
         ds = torch.einsum("bqhgd,bkhd->bhgqk", dy, values[:, keys])
         ds -= _grouped(inner[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]
@@ -137,6 +150,7 @@ def _products_backward(
         dk[:, keys] += torch.einsum(
             "bhgqk,bqhgd->bkhd", ds, _grouped(q[:, rows].to(wide), kv_heads)
         )
+        del score, slope, weights, ds  # before the next block is made
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -144,7 +158,7 @@ def _score_blocks(
     q: Tensor, k: Tensor, causal: bool, scores: Scores
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Blocks of queries: which, which keys they see, scores [B, kv heads, group, queries, keys],
-    and with a soft cap its derivative."""
+    to be overwritten, and with a soft cap its derivative."""
     (batch, length, heads, _), keys = q.shape, k.shape[1]
     step = max(_FEW_QUERIES, _SCORES // max(1, batch * heads * keys))
     whole_keys = k.to(precise(q.dtype))
@@ -152,14 +166,16 @@ def _score_blocks(
         stop, slope = min(start + step, length), None
         seen = slice(0, stop if causal else keys)
         block = _grouped(q[:, start:stop].to(whole_keys.dtype), k.shape[2])
-        score = torch.einsum("bqhgd,bkhd->bhgqk", block, whole_keys[:, seen]) * scores.scale
+        score = torch.einsum("bqhgd,bkhd->bhgqk", block, whole_keys[:, seen]).mul_(scores.scale)
         if scores.softcap is not None:
-            bent = (score / scores.softcap).tanh_()
-            score, slope = bent * scores.softcap, 1 - bent * bent
+            score.div_(scores.softcap).tanh_()
+            slope = (score * score).neg_().add_(1)
+            score.mul_(scores.softcap)
         if causal:
             later = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device)
             score.masked_fill_(later.triu_(start + 1), -torch.inf)
         yield slice(start, stop), seen, score, slope
+        del score, slope
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

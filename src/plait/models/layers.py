@@ -140,12 +140,13 @@ def rope_frequencies(
 def rope_tables(
     positions: Tensor, dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [S, dim], for positions [S]; computed in float64, rounded once.
+    """(cos, sin), each [*positions, dim]; computed in float64, rounded once.
 
     Both halves of a row belong to the same angles; the first half of sin is negated.
     YaRN's temperature scales both: 0.1 ln(factor) + 1 where the model states none.
     """
-    angle = torch.outer(positions.double(), rope_frequencies(dim, theta, scaling, positions.device))
+    frequencies = rope_frequencies(dim, theta, scaling, positions.device)
+    angle = positions.double()[..., None] * frequencies
     scale = 1.0
     if scaling is not None and scaling.kind == "yarn":
         scale = scaling.attention_factor
@@ -172,14 +173,14 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     # Whole rows of memory: operations on halves take twice as long.
     partner = x.roll(x.shape[-1] // 2, -1)
-    return (x * cos[:, None]).addcmul_(partner, sin[:, None], value=sign)
+    return (x * cos.unsqueeze(-2)).addcmul_(partner, sin.unsqueeze(-2), value=sign)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in the rotate-half convention of Hugging Face.
 
     Args:
-        x: [B, S, heads, dim]. cos, sin: [S, dim] as `rope_tables` makes them.
+        x: [B, S, heads, dim]. cos, sin: [S, dim] or [B, S, dim] as `rope_tables` makes them.
     """
     return _Rotate.apply(x, cos, sin)
 
@@ -327,9 +328,3 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def softcap(x: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(x / cap), or x where there is no cap."""
     return x if cap is None else torch.tanh(x / cap) * cap
-
-
-def window_mask(positions: Tensor, window: int) -> Tensor:
-    """[S, S], True where a query (row) sees a key: itself and the window - 1 before it."""
-    back = positions[:, None] - positions[None, :]
-    return (back >= 0) & (back < window)

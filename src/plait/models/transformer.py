@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.models import layers as L
-from plait.models.heads import MLA, Attention, Context, Held
+from plait.models.heads import MLA, Attention, Context, Documents, Held
 from plait.models.moe import MoE
 from plait.spec.findings import UserError, error
 from plait.spec.model import Model
@@ -39,7 +39,7 @@ class Embed(nn.Module):
             # The factor has the dtype of the stream, as in Gemma's own code.
             x = x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
         if self.positions is not None:
-            x = x + self.positions(ctx.positions.repeat(ctx.batch))
+            x = x + self.positions(ctx.positions.expand(ctx.batch, -1).reshape(-1))
         if self.norm is not None:
             x = self.norm(x)
         return self.dropout(x, ctx.rows)
@@ -161,12 +161,18 @@ class Transformer(nn.Module):
                 module.site = name
 
     def context(
-        self, batch: int, seq: int, index: Tensor | None = None, held: Held | None = None
+        self,
+        batch: int,
+        seq: int,
+        index: Tensor | None = None,
+        held: Held | None = None,
+        documents: Documents | None = None,
     ) -> Context:
         """What the layers need to know of `batch` samples of `seq` tokens.
 
         index: int64 [batch], the samples' numbers in the whole data (0, 1, ... when None).
         held: which positions these are (the whole samples when None).
+        documents: of each sample the lengths of its documents (one when None).
         """
         model, some = self.model, next(self.parameters())
         device, dtype = some.device, some.dtype
@@ -175,7 +181,7 @@ class Transformer(nn.Module):
             positions, whole = held.positions, held.whole
         samples = torch.arange(batch, device=device) if index is None else index
         rows = (samples[:, None] * whole + positions).reshape(-1)
-        ctx = Context(batch, seq, positions, rows)
+        ctx = Context(batch, seq, positions, rows, documents)
         if model.positions == "rope":
             dim = model.mla.rope_dim if model.mla else model.head_dim
             ctx.cos, ctx.sin = L.rope_tables(
@@ -186,8 +192,6 @@ class Transformer(nn.Module):
                 ctx.local_cos, ctx.local_sin = L.rope_tables(
                     positions, dim, model.rope_local_theta, None, dtype
                 )
-        if model.window is not None and seq > model.window and held is None:
-            ctx.mask = L.window_mask(positions, model.window)
         return ctx
 
     def forward(
@@ -197,6 +201,7 @@ class Transformer(nn.Module):
         index: Tensor | None = None,
         stream: Tensor | None = None,
         held: Held | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """One pass through the model, or through this run of its layers.
 
@@ -206,12 +211,14 @@ class Transformer(nn.Module):
             index: int64 [B], the samples' numbers in the whole data; dropout depends on them.
             stream: [T, hidden], what the layers before have made; where there is no embedding.
             held: which positions of the samples S counts (all of them when None).
+            documents: of each whole sample the lengths of the documents that are packed into it,
+                of which none sees another (one when None).
 
         Returns:
             With targets the cross entropy summed over valid tokens (a scalar, at least float32),
             without them logits [B * S, vocab]; without a head the residual stream.
         """
-        ctx = self.context(*tokens.shape, index, held)
+        ctx = self.context(*tokens.shape, index, held, documents)
         x = stream if self.embed is None else self.embed(tokens.reshape(-1), ctx)
         for layer in self.layers.values():
             x = layer(x, ctx)

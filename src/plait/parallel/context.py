@@ -18,7 +18,7 @@ heads, and the ring goes from group to group. Only KV heads travel, keys and val
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from plait.parallel.collectives import Axis, Handle
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import MicroBatch
 from plait.spec.calls import calls
-from plait.spec.sequence import Split, ring_steps, sample_split
+from plait.spec.sequence import Split, ring_steps, sample_split, sample_steps
 
 METHODS = ("ring", "all-gather")
 
@@ -41,49 +41,55 @@ def apply_context_parallel(module: nn.Module, mesh: Mesh, seq: int) -> None:
     """Puts attention over the cp ranks into a Transformer, in place; seq: of whole samples."""
     if mesh.layout.cp == 1:
         return
-    splits = (sample_split(mesh.layout, seq),)
     for layer in module.layers.values():
-        layer.attention.attend = _Attend(layer.attention, mesh, splits)
+        layer.attention.attend = _Attend(layer.attention, mesh, seq)
 
 
 def own_positions(batches: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
     """Of whole samples what this rank holds."""
     if mesh.layout.cp == 1:
         return list(batches)
-    seq = batches[0].tokens.shape[1]
-    mine = sample_split(mesh.layout, seq).positions(mesh.coordinate["cp"])
-    held = Held(torch.tensor(mine, device=batches[0].tokens.device), seq)
-    return [
-        replace(
-            batch,
-            tokens=batch.tokens[:, held.positions],
-            targets=batch.targets[:, held.positions],
-            held=held,
-        )
-        for batch in batches
-    ]
+    seq, device = batches[0].tokens.shape[1], batches[0].tokens.device
+
+    @cache
+    def positions(documents: tuple[int, ...]) -> Tensor:
+        mine = sample_split(mesh.layout, documents).positions(mesh.coordinate["cp"])
+        return torch.tensor(mine, device=device)
+
+    def own(batch: MicroBatch) -> MicroBatch:
+        if batch.documents is None:
+            mine = positions((seq,))
+        else:
+            mine = torch.stack([positions(d) for d in batch.documents])
+        each = mine.expand(len(batch.tokens), -1)
+        tokens, targets = (t.gather(1, each) for t in (batch.tokens, batch.targets))
+        return replace(batch, tokens=tokens, targets=targets, held=Held(mine, seq))
+
+    return [own(batch) for batch in batches]
 
 
 class _Attend:
     """A layer's attention over the cp ranks, in place of its own."""
 
-    def __init__(self, heads: Heads, mesh: Mesh, splits: tuple[Split, ...]):
-        self.heads, self.mesh, self.splits = heads, mesh, splits
+    def __init__(self, heads: Heads, mesh: Mesh, seq: int):
+        self.heads, self.mesh, self.seq = heads, mesh, seq
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, _: Context) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         heads, mesh = self.heads, self.mesh
+        each = ctx.documents or ((self.seq,),)
         return context_attention(
             q,
             k,
             v,
             mesh["ring"],
             mesh["ulysses"],
-            self.splits,
+            [sample_split(mesh.layout, documents) for documents in each],
             heads.window,
             heads.scale,
             heads.softcap,
             heads.sinks,
             mesh.layout.cp_method,
+            sample_steps(mesh.layout, self.seq, heads.window),
         )
 
 
@@ -99,6 +105,7 @@ def context_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     method: str = "ring",
+    steps: int | None = None,
 ) -> Tensor:
     """Causal attention over samples that are cut over the ranks of ring x ulysses.
 
@@ -111,6 +118,8 @@ def context_attention(
         splits: how the sample lies on all cp ranks: one for the batch, or one for each sample.
         window, scale, softcap, sinks: as in `models.attention.attention`.
         method: how the ring's ranks come by keys, one of METHODS.
+        steps: blocks that a rank of the ring is given, its own included (None: as many as any
+            rank's queries need).
 
     Returns:
         [B, S_local, heads, v's dim].
@@ -127,7 +136,9 @@ def context_attention(
         if sinks is not None:
             sinks = sinks.chunk(ulysses.size)[ulysses.rank]
         q, k, v = _ToHeads.apply(q, k, v, ulysses, sizes)
-    blocks = Blocks(ring, tuple(s.joined(ulysses.size) for s in splits), window)
+    joined = tuple(s.joined(ulysses.size) for s in splits)
+    steps = steps or max(ring_steps(s, window) for s in joined)
+    blocks = Blocks(ring, joined, window, steps)
     source = AtHand(blocks.plan(ring.rank))
     if ring.size > 1:
         source = Ring(blocks) if method == "ring" else Gathered(blocks)
@@ -137,11 +148,13 @@ def context_attention(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which block of keys lies on which rank of an axis, and what this rank's queries see of it."""
+    """Which block of keys lies on which rank of an axis, and what this rank's queries see of it;
+    steps: blocks that a rank of a ring is given."""
 
     axis: Axis
     splits: tuple[Split, ...]
     window: int | None
+    steps: int
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -149,10 +162,6 @@ class Blocks:
         sizes = self.splits[0].sizes
         assert all(s.sizes == sizes for s in self.splits), self.splits
         return sizes
-
-    @cached_property
-    def steps(self) -> int:
-        return max(ring_steps(s, self.window) for s in self.splits)
 
     def plan(self, owner: int) -> Plan:
         """The calls with the block of a rank."""

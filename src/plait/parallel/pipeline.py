@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.models.heads import Held
+from plait.models.heads import Documents, Held
 from plait.parallel import deferred
 from plait.parallel.check import CollectiveMismatch
 from plait.parallel.collectives import Handle
@@ -37,11 +37,13 @@ from plait.schedules.transfers import UNDER_WAY
 @dataclass(frozen=True)
 class MicroBatch:
     """tokens, targets: int64 [samples, seq] (target -1: not valid); index: int64 [samples], the
-    samples' global numbers. held: which positions of the samples these are (all when None)."""
+    samples' global numbers. documents: of each whole sample the lengths of its documents (one when
+    None). held: which positions of the samples these are (all when None)."""
 
     tokens: Tensor
     targets: Tensor
     index: Tensor
+    documents: Documents | None = None
     held: Held | None = None
 
 
@@ -153,8 +155,9 @@ class _Run:
             x = self._take("RECV_F", chunk, micro, self.outputs, (chunk - 1, micro))
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         with self.scope.during("forward"):
+            targets = batch.targets if head else None
             out = self.chunks[chunk].module(
-                batch.tokens, batch.targets if head else None, batch.index, x, batch.held
+                batch.tokens, targets, batch.index, x, batch.held, batch.documents
             )
             if head:
                 # Divided once, by the valid tokens of the whole global batch: so each micro batch

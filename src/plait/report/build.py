@@ -9,6 +9,7 @@ from dataclasses import asdict
 from math import lcm
 from typing import Any
 
+from plait.cost.context import imbalance
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
@@ -73,6 +74,7 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
         "world": layout.world,
         "layout": asdict(layout) | ({"stages": _stages(job)} if legal else {}),
         "grids": {"dense": _sizes(dense), "expert": _sizes(expert)},
+        "context": _context(job) if legal else None,
         "batch": {
             "micro": batch.micro,
             "global": batch.global_,
@@ -97,6 +99,15 @@ def _stages(job: Job) -> list[int] | None:
     if job.layout.pp == 1:
         return job.layout.stages
     return [len(layers) for layers in chunk_layers(job.model, job.layout)]
+
+
+def _context(job: Job) -> dict[str, Any] | None:
+    """How even attention is over the cp ranks, for samples of one text."""
+    if job.layout.cp == 1:
+        return None
+    ring = job.layout.cp // job.layout.ulysses
+    even = imbalance(job, [[(job.train.seq_len,)]])
+    return {"pieces": "head-tail" if ring > 1 else "contiguous", "imbalance": even}
 
 
 def _sizes(grid: Grid) -> dict[str, int]:

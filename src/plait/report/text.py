@@ -102,6 +102,9 @@ def _question(console: "Console", report: dict[str, Any]) -> None:
     else:
         _line(console, "devices", f"[bold]{report['world']} ranks[/], of no device in particular")
     _line(console, "layout", *_layout(layout))
+    if context := report["context"]:
+        even = f"the rank with most attention has {context['imbalance']:.3f} of the mean"
+        _line(console, "samples", f"in {context['pieces']} pieces", even)
     product = f"{batch['micro']} micro x {_dp(layout)} dp x {batch['accumulation']} accumulation"
     _line(
         console,

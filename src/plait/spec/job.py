@@ -69,10 +69,13 @@ class Data:
     Attributes:
         path: text files or folders, read as bytes (none: the source of Python's own library).
         suffixes: which files of a folder are read.
+        document_mask: attention does not look beyond the document that a token is of, where a
+            sample holds parts of several.
     """
 
     path: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".rst", ".jsonl")
+    document_mask: bool = False
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,11 @@ def split(
     return Split(documents, tuple(p for shard in whole for p in _parts(shard, ulysses)))
 
 
-def sample_split(layout: Layout, seq: int) -> Split:
-    """How a sample of one text lies on the cp ranks: balanced where there is a ring."""
-    balance = "contiguous" if layout.ulysses == layout.cp else "head-tail"
-    return split((seq,), layout.cp, balance, layout.ulysses)
+def sample_split(layout: Layout, documents: tuple[int, ...]) -> Split:
+    """How a sample lies on the cp ranks: balanced, document by document, where there is a ring;
+    documents as in `split`."""
+    balance = "contiguous" if layout.ulysses == layout.cp else "documents"
+    return split(documents, layout.cp, balance, layout.ulysses)
 
 
 def _head_tail(documents: Sequence[int], ranks: int) -> list[Shard]:
@@ -211,6 +212,13 @@ def ring_steps(split: Split, window: int | None = None) -> int:
     """
     table = work(split, window)
     return 1 + max(s for s in range(split.cp) if s == 0 or any(_of_step(table, s)))
+
+
+@lru_cache(maxsize=64)
+def sample_steps(layout: Layout, seq: int, window: int | None) -> int:
+    """`ring_steps` of a sample of one text. However many documents a sample holds, the ring goes as
+    far: what is sent does not depend on the data."""
+    return ring_steps(sample_split(layout, (seq,)).joined(layout.ulysses), window)
 
 
 def imbalance(split: Split, window: int | None = None) -> float:

@@ -141,7 +141,9 @@ def _step(program: Program, micro_batches: int) -> Measured:
     """A step of so many micro batches."""
     shape = (program.job.layout.micro_batch, program.job.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    batch = MicroBatch(tokens, tokens, torch.arange(shape[0]))
+    # Documents have no lengths without data; one a sample is what the formulas take.
+    documents = [(shape[1],)] * shape[0] if program.job.data.document_mask else None
+    batch = MicroBatch(tokens, tokens, torch.arange(shape[0]), documents)
     with MemoryTracker(program) as tracker, Recorder(program.mesh) as recorder:
         program.step([batch] * micro_batches, 1)
     return Measured(recorder.ledger, [StageMemory(**row) for row in tracker.rows()])

@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -22,6 +23,9 @@ from plait.spec.job import Data, Job
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+#: Of each sample of a micro batch the lengths of its documents; None: it is taken as one text.
+Documents = list[tuple[int, ...]] | None
 
 #: Folders of the standard library that differ from one installation to the next.
 _UNSTABLE = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
@@ -109,8 +113,21 @@ class Corpus:
 
     def sample(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Sample i >= 0, without end: (tokens, targets), each int64 [seq_len]."""
+        return self._window(self._place(i))
+
+    def _place(self, i: int) -> int:
+        """The window that sample i is."""
         epoch, position = divmod(i, self.windows)
-        return self._window(permuted(position, self.windows, self.seed, epoch))
+        return permuted(position, self.windows, self.seed, epoch)
+
+    def documents(self, i: int) -> tuple[int, ...]:
+        """Lengths of the documents, or parts of documents, that window i's tokens are of; a zero
+        byte is the end of its document."""
+        start, stop = i * self.seq_len, (i + 1) * self.seq_len
+        first, last = np.searchsorted(self.starts, (start, stop), side="right")
+        inner = self.starts[first:last]
+        ends = [start, *(int(e) for e in inner if e < stop), stop]
+        return tuple(b - a for a, b in pairwise(ends))
 
     def _window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         start = i * self.seq_len
@@ -119,7 +136,7 @@ class Corpus:
 
     def batch(
         self, step: int, job: Job, dp_rank: int, accumulation_index: int
-    ) -> "tuple[Tensor, Tensor, Tensor]":
+    ) -> "tuple[Tensor, Tensor, Tensor, Documents]":
         """One micro batch of one data-parallel rank.
 
         Step t is made of samples t * global_batch to (t + 1) * global_batch - 1. Micro step a of
@@ -127,16 +144,17 @@ class Corpus:
         the same however many ranks and micro steps share them.
 
         Returns:
-            tokens, targets: int64 [micro, seq_len]; index: int64 [micro], the samples' numbers.
+            tokens, targets: int64 [micro, seq_len]; index: int64 [micro], the samples' numbers;
+            and, where attention keeps to them, the lengths of each sample's documents.
         """
         first = step * job.train.global_batch
-        return self._batch(first, job, dp_rank, accumulation_index, self.sample)
+        return self._batch(first, job, dp_rank, accumulation_index, self._place)
 
     def evaluation(
         self, job: Job, dp_rank: int, accumulation_index: int
-    ) -> "tuple[Tensor, Tensor, Tensor]":
+    ) -> "tuple[Tensor, Tensor, Tensor, Documents]":
         """As `batch`, of the samples that are kept for evaluation."""
-        return self._batch(self.windows, job, dp_rank, accumulation_index, self._window)
+        return self._batch(self.windows, job, dp_rank, accumulation_index, int)
 
     def _batch(
         self,
@@ -144,17 +162,20 @@ class Corpus:
         job: Job,
         dp_rank: int,
         accumulation_index: int,
-        sample: Callable[[int], tuple[np.ndarray, np.ndarray]],
-    ) -> "tuple[Tensor, Tensor, Tensor]":
+        place: Callable[[int], int],
+    ) -> "tuple[Tensor, Tensor, Tensor, Documents]":
         micro = job.layout.micro_batch
         first += (accumulation_index * job.layout.dp + dp_rank) * micro
-        tokens, targets = zip(*map(sample, range(first, first + micro)), strict=True)
+        places = [place(i) for i in range(first, first + micro)]
+        tokens, targets = zip(*map(self._window, places), strict=True)
+        documents = [self.documents(i) for i in places] if job.data.document_mask else None
         import torch  # here: whether a corpus is usable is found out without it
 
         return (
             torch.from_numpy(np.stack(tokens)),
             torch.from_numpy(np.stack(targets)),
             torch.arange(first, first + micro),
+            documents,
         )
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from plait.cost.context import imbalance
 from plait.spec.findings import UserError, error
 from plait.spec.job import Job
 from plait.train.routing import Routing
@@ -41,6 +42,8 @@ class Step:
         memory_bytes: the largest that a rank has held so far.
         skipped: nothing was updated (float16 overflow).
         eval_loss: after the step, on samples that are not trained on.
+        attention_imbalance: most attention of a cp rank over the mean, where it depends on the
+            documents of the step's samples (those of rank 0).
         aux_loss, z_loss, imbalance, dropped: of the mixtures of experts (`train.routing`): what
             the losses beside the cross entropy add to `loss`, which does not hold them.
 
@@ -56,6 +59,7 @@ class Step:
     memory_bytes: int
     skipped: bool = False
     eval_loss: float | None = None
+    attention_imbalance: float | None = None
     aux_loss: float | None = None
     z_loss: float | None = None
     imbalance: float | None = None
@@ -141,11 +145,17 @@ class Metrics:
         skipped: bool = False,
         eval_loss: float | None = None,
         routing: Routing | None = None,
+        documents: Sequence[Sequence[tuple[int, ...]] | None] = (),
     ) -> None:
-        """Reports a step that is done."""
+        """Reports a step that is done.
+
+        documents: of each micro batch of rank 0 the lengths of each sample's documents, or None.
+        """
         if not self.telling:
             return
-        mixtures = {}
+        mixtures, uneven = {}, None
+        if self.job.layout.cp > 1 and self.job.data.document_mask:
+            uneven = imbalance(self.job, documents)
         if routing is not None:
             mixtures = {
                 "aux_loss": routing.aux_loss,
@@ -165,6 +175,7 @@ class Metrics:
             int(memory_bytes),
             skipped,
             eval_loss,
+            uneven,
             **mixtures,
         )
         if self.file is not None:
@@ -189,6 +200,8 @@ class Metrics:
             f"{readable(done.memory_bytes)}  norm {done.grad_norm:.3g}  "
             f"lr {done.learning_rate:.2e}" + ("  skipped" if done.skipped else "")
         )
+        if done.attention_imbalance is not None:
+            line += f"  attention {done.attention_imbalance:.2f}"
         if done.imbalance is not None:
             line += f"  imbalance {done.imbalance:.2f}"
         if done.dropped:

@@ -142,6 +142,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
             skipped=overflow,
             eval_loss=_evaluate(program, corpus, world) if evaluated else None,
             routing=routing_of(job.model, result.routed, int(result.tokens)),
+            documents=[batch.documents for batch in batches],
         )
         every = job.checkpoint.every
         if folder and (done == job.train.steps or (every and done % every == 0)):
@@ -185,11 +186,12 @@ def _evaluate(program: Program, corpus: Corpus, world: World) -> float:
     return program.evaluate(batches).item()
 
 
-def _on(device: torch.device, batch: tuple[torch.Tensor, ...]) -> MicroBatch:
-    return MicroBatch(*(t.to(device, non_blocking=True) for t in batch))
+def _on(device: torch.device, batch: tuple) -> MicroBatch:
+    *tensors, documents = batch
+    return MicroBatch(*(t.to(device, non_blocking=True) for t in tensors), documents)
 
 
-def _batches(corpus: Corpus, job: Job, mesh: Mesh, step: int) -> list[tuple[torch.Tensor, ...]]:
+def _batches(corpus: Corpus, job: Job, mesh: Mesh, step: int) -> list[tuple]:
     return [corpus.batch(step, job, mesh.dp_rank, a) for a in range(job.train.accumulation)]
 
 
