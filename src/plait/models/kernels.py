@@ -1,8 +1,9 @@
 """Attention kernels that return the log-sum-exp of their scores, and their backward.
 
-Fused ones where torch has them, for they hold no scores; elsewhere (values of another width than
-keys, soft caps, other devices) the same by matrix products, a block of queries at a time, so that
-memory is linear in the sequence there too.
+Fused ones where torch has them, for they hold no scores; values narrower than keys, as those of
+latent attention, are padded for them. Elsewhere (soft caps, wider values, single precision on GPUs)
+the same by matrix products, a block of queries at a time, so that memory is linear in the sequence
+there too.
 
 Shapes: q [B, S, heads, dim], k [B, K, kv heads, dim], v [B, K, kv heads, value dim], o like q with
 v's dim, lse [B, S, heads], in float32 where q is of half precision and in q's dtype elsewhere.
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _ATEN = torch.ops.aten
@@ -40,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tu
     kernel = _fused(q, v, scores)
     if kernel is None:
         return _products(q, k, v, causal, scores)
-    heads_first = _heads_first(q, k, v)
+    heads_first = _heads_first(q, k, _padded(v, q))
     if kernel == "cpu":
         o, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             *heads_first, 0.0, causal, scale=scores.scale
@@ -49,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tu
         o, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
             *heads_first, 0.0, causal, False, scale=scores.scale
         )
-    return o.transpose(1, 2), lse.transpose(1, 2)
+    return o.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2)
 
 
 def backward(
@@ -66,7 +68,8 @@ def backward(
     kernel = _fused(q, v, scores)
     if kernel is None:
         return _products_backward(grad, q, k, v, o, lse, causal, scores)
-    grad, q, k, v, o = _heads_first(grad, q, k, v, o)
+    dim = v.shape[-1]
+    grad, q, k, v, o = _heads_first(_padded(grad, q), q, k, _padded(v, q), _padded(o, q))
     lse = lse.transpose(1, 2)
     if kernel == "cpu":
         grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -79,15 +82,24 @@ def backward(
             grad, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
             state, state.new_empty(0), scale=scores.scale,
         )  # fmt: skip
-    return tuple(g.transpose(1, 2) for g in grads)
+    dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    return dq, dk, dv[..., :dim]
 
 
 def _fused(q: Tensor, v: Tensor, scores: Scores) -> str | None:
-    if scores.softcap is not None or q.shape[-1] != v.shape[-1]:
+    dim = q.shape[-1]
+    if scores.softcap is not None or v.shape[-1] > dim:
         return None
     if q.device.type == "cpu":
         return "cpu"
-    return "cuda" if q.is_cuda and q.dtype in _HALF and q.shape[-1] <= 256 else None
+    # The kernel itself takes whole 16 bytes only; torch pads before it calls it.
+    return "cuda" if q.is_cuda and q.dtype in _HALF and dim % 8 == 0 and dim <= 256 else None
+
+
+def _padded(x: Tensor, q: Tensor) -> Tensor:
+    """With zeros to the width of queries, which change neither scores nor sums."""
+    missing = q.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
