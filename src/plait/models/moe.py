@@ -17,8 +17,8 @@ ranks add up as the cross entropy does: summed here, divided by N once. A mixtur
 its loss. It puts the gradient in on the way back (`_Attach`), times `scale`: whatever the summed
 cross entropy is multiplied by before backward.
 
-A parallel version sets `MoE.dispatch`, `MoE.ranks`, `MoE.scale` and the `Experts`' `grouped` and
-`count`, and changes nothing else.
+A parallel version sets `MoE.dispatch`, `MoE.ranks`, `MoE.scale`, the `Experts`' `grouped` and the
+router's `project`, and changes nothing else.
 """
 
 import math
@@ -101,8 +101,8 @@ class Experts(nn.Module):
 
     Attributes:
         grouped: (x [M, in], bank, counts) -> [M, out], rows grouped by expert.
-        count: index [T, k] -> how many rows each expert gets, on the host. The one place where
-            sizes depend on data; a dry run puts a given table here.
+        count: index [T, k] -> how many rows each expert gets, on the host, for `at_home`: the one
+            place where sizes depend on data.
     """
 
     def __init__(self, model: Model):
