@@ -26,8 +26,7 @@ class Chunk(Maps):
     def __init__(self, job: Job, part: Part, split: bool):
         super().__init__(job, part, split)
         self.coarse = self.s.c < self.s.a
-        #: Attention by our own calls of kernels: over the cp ranks, with sinks or a soft cap.
-        self.core = Core(job) if job.layout.cp > 1 or needs_calls(job.model) else None
+        self._core = Core(job)
         self.latents = Latents(self) if job.model.mla else None
         self.mixture = Mixture(self) if job.model.moe else None
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
@@ -126,7 +125,7 @@ class Chunk(Maps):
         self.given = self.shared = False
 
     def context(self) -> int:
-        """Leaves positions and token numbers (int64), a mask, the rotary tables; returns the bytes
+        """Leaves positions and token numbers (int64), the rotary tables; returns the bytes
         of those that are let go after forward. Rotations keep their tables, and what is recomputed
         all that it was given."""
         s, tape, model = self.s, self.tape, self.model
@@ -138,11 +137,6 @@ class Chunk(Maps):
             tape.spike((12 * s.seq + s.c * s.seq // 2) * dim)  # angles, sines in float64
             tables = 2 * s.c * s.seq * dim * (1 if model.rope_local_theta is None else 2)
             tape.take(tables)
-        if self.layout.cp == 1 and model.window is not None and s.seq > model.window:
-            # One for all layers; made from distances, int64, and two conditions.
-            tape.spike(11 * s.seq * s.seq)
-            tape.take(s.seq * s.seq)
-            passing += s.seq * s.seq
         again = self.layout.recompute == "full" or self.again("attention")
         self.kept = (tables + (passing if again else 0)) if self.part.layers else 0
         return passing + tables - self.kept
@@ -185,12 +179,17 @@ class Chunk(Maps):
 
     # -- attention and MLP: [t, hidden] -> [t, hidden]
 
+    def core(self, i: int) -> Core | None:
+        """Attention by our own calls of kernels: over the cp ranks, in a window, with sinks or a
+        soft cap."""
+        return self._core if needs_calls(self.job, i) else None
+
     def attention(self, i: int, keep: bool, stop: bool = False) -> None:
         """Leaves the output, and with `keep` what backward needs. `stop`: makes only that."""
         if self.latents:
             self.latents.forward(keep, stop)
             return
-        s, tape, model = self.s, self.tape, self.model
+        s, tape, model, core = self.s, self.tape, self.model, self.core(i)
         q, kv, heads = s.c * s.tokens * s.q, s.c * s.tokens * s.kv, s.tokens * s.heads
         self.fan_out(s.q, s.kv, s.kv)
         if model.qk_norm:
@@ -202,26 +201,24 @@ class Chunk(Maps):
             tape.take(q + kv)
             tape.spike(kv)  # of the second: the input turned by half a head
             tape.drop(q + kv)
-        if self.masked(i):  # as numbers, in the compute dtype
-            tape.take(s.c * s.seq * s.seq)
-        if self.core:
-            self.core.forward(tape, i, keep)
+        if core:
+            core.forward(tape, i, keep)
         else:
             tape.take(q + s.a * heads)
         self.leave_or_stop(model.o_bias, stop)
-        if self.core:
-            tape.drop(self.core.given)
+        if core:
+            tape.drop(core.given)
         if not keep:
-            early = self.core.keeps if self.core and self.core.given else 0
+            early = core.keeps if core and core.given else 0
             tape.drop(self.attention_keeps(i) - self.qk_norms_keep() - early)
 
     def attention_keeps(self, i: int) -> int:
         """Queries, keys, values, the output, log-sum-exps; what norms of queries and keys keep."""
         s = self.s
         n = s.c * s.tokens * (2 * s.q + 2 * s.kv) + s.a * s.tokens * s.heads
-        if self.core:
-            n = self.core.keeps + self.core.output
-        return n + self.qk_norms_keep() + (s.c * s.seq * s.seq if self.masked(i) else 0)
+        if core := self.core(i):
+            n = core.keeps + core.output
+        return n + self.qk_norms_keep()
 
     def qk_norms_keep(self) -> int:
         """What norms of queries and keys keep, their inputs included."""
@@ -241,22 +238,17 @@ class Chunk(Maps):
             return self.s.tokens, width
         return self.s.tokens * heads, self.s.dim
 
-    def masked(self, i: int) -> bool:
-        """A window shorter than the sample needs a mask, [seq, seq]."""
-        windowed = not self.model.is_full_attention(i) and self.s.seq > self.model.window
-        return windowed and self.core is None
-
     def attention_backward(self, name: str, i: int) -> None:
         """Leaves the input's gradient; the output's is the caller's."""
         kept = self.stream if self.before else self.input_keeps(i, "attention")
         if self.latents:
             self.latents.backward(name, kept)
             return
-        s, tape, model = self.s, self.tape, self.model
+        s, tape, model, core = self.s, self.tape, self.model, self.core(i)
         q, kv = s.c * s.tokens * s.q, s.c * s.tokens * s.kv
-        self.leave_backward(f"{name}.o", s.q, self.core.output if self.core else 0)
-        if self.core:
-            self.core.backward(tape, i, self.queue is not None)
+        self.leave_backward(f"{name}.o", s.q, core.output if core else 0)
+        if core:
+            core.backward(tape, i, self.queue is not None)
             self.arrive(f"{name}.sinks")
         else:
             tape.take(q + 2 * kv)

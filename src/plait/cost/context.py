@@ -28,7 +28,6 @@ from plait.cost.tape import Tape
 from plait.spec.calls import Call, calls
 from plait.spec.job import Job
 from plait.spec.layout import Layout
-from plait.spec.model import Model
 from plait.spec.sequence import ring_steps, sample_split
 
 
@@ -121,9 +120,12 @@ def fullest(layout: Layout) -> int:
     return min(1, layout.cp // layout.ulysses - 1)
 
 
-def needs_calls(model: Model) -> bool:
-    """Whether torch's attention does not do for a model (`models.heads.Heads.attend`)."""
-    return model.mla is None and (model.sinks or model.attention_softcap is not None)
+def needs_calls(job: Job, layer: int) -> bool:
+    """Whether torch's attention does not do for a layer (`models.heads.Heads.attend`)."""
+    model, window = job.model, window_of(job, layer)
+    if job.layout.cp > 1 or model.sinks or model.attention_softcap is not None:
+        return True
+    return window is not None and job.train.seq_len > window
 
 
 class Core:

@@ -35,7 +35,6 @@ class Context:
         cos, sin: rotary tables [seq, head_dim]; None without rotary embedding.
         local_cos, local_sin: the same for windowed layers; the same tensors unless the model
             gives those a theta of their own.
-        mask: bool [seq, seq], what windowed layers see; None where the window covers everything.
     """
 
     batch: int
@@ -46,7 +45,6 @@ class Context:
     sin: Tensor | None = None
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
-    mask: Tensor | None = None
 
 
 class Heads(nn.Module):
@@ -66,11 +64,11 @@ class Heads(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """[B, S, heads, dim] (k and v may have fewer heads, v a smaller dim) -> [B, S, heads,
         v's dim]."""
-        if self.sinks is not None or self.softcap is not None:
+        short = self.window is not None and q.shape[1] > self.window
+        if short or self.sinks is not None or self.softcap is not None:
             return attention(
                 q, k, v, None, self.window, self.scale, softcap=self.softcap, sinks=self.sinks
             )
-        mask = None if self.window is None else ctx.mask
         dim = v.shape[-1]
         if dim < q.shape[-1]:  # fused kernels want one width
             v = F.pad(v, (0, q.shape[-1] - dim))
@@ -78,8 +76,7 @@ class Heads(nn.Module):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=True,
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )

@@ -327,9 +327,3 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def softcap(x: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(x / cap), or x where there is no cap."""
     return x if cap is None else torch.tanh(x / cap) * cap
-
-
-def window_mask(positions: Tensor, window: int) -> Tensor:
-    """[S, S], True where a query (row) sees a key: itself and the window - 1 before it."""
-    back = positions[:, None] - positions[None, :]
-    return (back >= 0) & (back < window)

@@ -186,8 +186,6 @@ class Transformer(nn.Module):
                 ctx.local_cos, ctx.local_sin = L.rope_tables(
                     positions, dim, model.rope_local_theta, None, dtype
                 )
-        if model.window is not None and seq > model.window and held is None:
-            ctx.mask = L.window_mask(positions, model.window)
         return ctx
 
     def forward(
