@@ -187,7 +187,7 @@ class Chunk(Maps):
     def attention(self, i: int, keep: bool, stop: bool = False) -> None:
         """Leaves the output, and with `keep` what backward needs. `stop`: makes only that."""
         if self.latents:
-            self.latents.forward(keep, stop)
+            self.latents.forward(i, keep, stop)
             return
         s, tape, model, core = self.s, self.tape, self.model, self.core(i)
         q, kv, heads = s.c * s.tokens * s.q, s.c * s.tokens * s.kv, s.tokens * s.heads
@@ -242,7 +242,7 @@ class Chunk(Maps):
         """Leaves the input's gradient; the output's is the caller's."""
         kept = self.stream if self.before else self.input_keeps(i, "attention")
         if self.latents:
-            self.latents.backward(name, kept)
+            self.latents.backward(name, i, kept)
             return
         s, tape, model, core = self.s, self.tape, self.model, self.core(i)
         q, kv = s.c * s.tokens * s.q, s.c * s.tokens * s.kv

@@ -37,22 +37,28 @@ class Widths:
 
     Attributes:
         copies: times that KV heads are copied before Ulysses deals them out.
-        q, kv: widths of all that a rank gives away: its query heads, its KV heads (keys, or as much
-            again for values) with their copies.
+        q, k, v, out: widths of all that a rank gives away: its query heads, the keys and the values
+            of its KV heads with their copies; and the output.
         ring, ulysses: ranks of the two axes.
     """
 
     copies: int
     q: int
-    kv: int
+    k: int
+    v: int
+    out: int
     ring: int
     ulysses: int
 
     @staticmethod
     def of(job: Job) -> "Widths":
         s, ulysses = Shapes.of(job), job.layout.ulysses
+        ring = job.layout.cp // ulysses
+        if mla := job.model.mla:  # heads all have keys and values of their own, and of two widths
+            keys, values = s.heads * (mla.nope_dim + mla.rope_dim), s.heads * mla.v_dim
+            return Widths(1, keys, keys, values, values, ring, ulysses)
         copies = max(1, ulysses // s.kv_heads)
-        return Widths(copies, s.q, copies * s.kv, job.layout.cp // ulysses, ulysses)
+        return Widths(copies, s.q, copies * s.kv, copies * s.kv, s.q, ring, ulysses)
 
 
 def window_of(job: Job, layer: int) -> int | None:
@@ -78,12 +84,8 @@ def context_traffic(job: Job, ledger: TrafficLedger, stage: int, part: Part) -> 
         return
     w, dtype = Widths.of(job), dtypes_of(job).compute
     tokens = Shapes.of(job).tokens
-    q, kv, out = w.q, 2 * w.kv, w.q
-    if mla := job.model.mla:  # heads all have keys and values of their own, and of two widths
-        heads, width = Shapes.of(job).heads, mla.nope_dim + mla.rope_dim
-        q, kv, out = heads * width, heads * (width + mla.v_dim), heads * mla.v_dim
-    heads = (size_of(dtype, tokens, q + kv), size_of(dtype, tokens, out))
-    kv = size_of(dtype, tokens, kv)
+    heads = (size_of(dtype, tokens, w.q + w.k + w.v), size_of(dtype, tokens, w.out))
+    kv = size_of(dtype, tokens, w.k + w.v)
     again = layout.recompute == "full" or "attention" in layout.recomputed
     # Attention keeps its output, so nothing of it can be left out when it is repeated.
     passes = ["forward", "backward"] + ["recompute"] * again
@@ -133,7 +135,7 @@ class Core:
 
     Of a layer, c bytes of a compute element and a of an accurate one, it keeps for backward
 
-        without Ulysses    c T (q + k + v), the output c T q, log-sum-exps a T heads
+        without Ulysses    c T (q + k + v), the output, log-sum-exps a T heads
         with it            the same for all positions of some heads, and the output once more when
                            it is back, which the next map keeps
 
@@ -146,8 +148,11 @@ class Core:
         s, w = self.s, self.w
         self.several = job.layout.micro_batch > 1
         self.coarse = s.c < s.a
-        self.q, self.kv = s.c * s.tokens * w.q, s.c * s.tokens * w.kv
-        self.wide_q, self.wide_kv = s.a * s.tokens * w.q, s.a * s.tokens * w.kv
+        #: Bytes of queries, of keys and values, of the output; and accurate.
+        self.q, self.kv, self.out = (s.c * s.tokens * n for n in (w.q, w.k + w.v, w.out))
+        self.wide_q, self.wide_kv, self.wide_out = (
+            s.a * s.tokens * n for n in (w.q, w.k + w.v, w.out)
+        )
         self.lse = s.a * s.tokens * s.heads
         #: Before Ulysses: queries, keys and values of all heads.
         self.given = s.c * s.tokens * (s.q + 2 * s.kv) if w.ulysses > 1 else 0
@@ -155,12 +160,12 @@ class Core:
     @property
     def output(self) -> int:
         """Bytes of the output that the next map keeps, beside the one that attention keeps."""
-        return self.q if self.w.ulysses > 1 else 0
+        return self.out if self.w.ulysses > 1 else 0
 
     @property
     def keeps(self) -> int:
         """What attention keeps, its inputs included."""
-        return 2 * self.q + 2 * self.kv + self.lse
+        return self.q + self.kv + self.out + self.lse
 
     # -- forward
 
@@ -170,7 +175,7 @@ class Core:
         w, calls = self.w, _calls(self.job, layer)
         if w.ulysses > 1:
             self._to_heads(tape)
-        n, block, kind = steps(self.job, layer), 2 * self.kv, "buffers"
+        n, block, kind = steps(self.job, layer), self.kv, "buffers"
         if w.ring == 1:
             self._own(tape, calls)
         elif self.job.layout.cp_method == "ring":
@@ -189,10 +194,10 @@ class Core:
             self._others(tape, calls)
             tape.drop(block * w.ring, kind)
         if self.job.model.sinks:  # the output is less by their share
-            tape.spike(self.wide_q + self.lse)
+            tape.spike(self.wide_out + self.lse)
         if self.coarse:
-            tape.take(self.q)
-            tape.drop(self.wide_q)
+            tape.take(self.out)
+            tape.drop(self.wide_out)
         if w.ulysses > 1:
             self._to_sequence(tape)
             tape.drop(0 if keep else self.keeps)
@@ -200,12 +205,13 @@ class Core:
     def _own(self, tape: Tape, calls: "_Calls") -> None:
         """Leaves the output over this rank's own keys, accurate."""
         if calls.single:
-            tape.take(self.q + self.lse)
+            tape.take(self.out + self.lse)
+            tape.spike(2 * self._padding * self.s.tokens * self.w.ulysses)
             if self.coarse:
-                tape.take(self.wide_q)
-                tape.drop(self.q)
+                tape.take(self.wide_out)
+                tape.drop(self.out)
             return
-        tape.take(self.wide_q + self.lse)
+        tape.take(self.wide_out + self.lse)
         self._pieces(tape, calls.own)
 
     def _others(self, tape: Tape, calls: "_Calls") -> None:
@@ -214,38 +220,39 @@ class Core:
     def _pieces(self, tape: Tape, calls: Iterable[Call]) -> None:
         """What calls make and what merging makes of it: two outputs weighted, their sum, four
         numbers a row."""
-        s, heads = self.s, self.w.q // self.s.dim
+        s, heads = self.s, self.s.heads // self.w.ulysses
         for kind, q0, q1, k0, k1 in calls:
-            rows = (q1 - q0) * self._batch
-            piece = rows * (s.c * self._width_q + s.a * heads // self.w.ulysses)
-            merged = rows * s.a * (3 * self._width_q + 4 * heads // self.w.ulysses)
+            rows, keys = (q1 - q0) * self._batch, (k1 - k0) * self._batch
+            piece = rows * (s.c * self._part(self.w.out) + s.a * heads)
+            merged = rows * s.a * (3 * self._part(self.w.out) + 4 * heads)
             turned = 0
             if kind == "anti":
-                keys = (k1 - k0) * self._batch * 2 * self._width_kv
-                turned = piece + s.c * (rows * self._width_q + keys)
-            tape.spike(piece + merged + turned)
+                given = rows * self._part(self.w.q) + keys * self._part(self.w.k + self.w.v)
+                turned = piece + s.c * given
+            tape.spike(piece + turned + max(merged, (rows + keys) * self._padding))
 
     @property
     def _batch(self) -> int:
         return self.job.layout.micro_batch
 
-    @property
-    def _width_q(self) -> int:
-        return self.w.q // self.w.ulysses
+    def _part(self, width: int) -> int:
+        """Of a width what attention works on."""
+        return width // self.w.ulysses
 
     @property
-    def _width_kv(self) -> int:
-        return self.w.kv // self.w.ulysses
+    def _padding(self) -> int:
+        """Bytes a row of a tensor of values that is padded for the kernel; 0: none is."""
+        return self.s.c * self._part(self.w.q) if self.w.out < self.w.q else 0
 
     def _gather(self, tape: Tape) -> None:
         """Leaves the blocks of all ranks of the ring."""
-        with tape.during(2 * self.kv):
-            tape.take(2 * self.kv * self.w.ring, "buffers")
+        with tape.during(self.kv):
+            tape.take(self.kv * self.w.ring, "buffers")
 
     def _to_heads(self, tape: Tape) -> None:
         """Leaves all positions of some heads beside what was given."""
-        heads = self.q + 2 * self.kv
-        copies = 2 * self.kv if self.w.copies > 1 else 0
+        heads = self.q + self.kv
+        copies = self.kv if self.w.copies > 1 else 0
         with tape.during(copies + heads), tape.during(heads):
             tape.take(heads)
             if self.several:
@@ -253,9 +260,9 @@ class Core:
 
     def _to_sequence(self, tape: Tape) -> None:
         """Leaves own positions of all heads beside the output."""
-        with tape.during(self.q):
-            tape.spike(self.q if self.several else 0)
-            tape.take(self.q)
+        with tape.during(self.out):
+            tape.spike(self.out if self.several else 0)
+            tape.take(self.out)
 
     # -- backward
 
@@ -266,26 +273,27 @@ class Core:
         """
         w = self.w
         if w.ulysses > 1:
-            with tape.during(self.q), tape.during(self.q if self.several else 0):
-                tape.take(self.q)
-            tape.drop(self.q)
+            with tape.during(self.out), tape.during(self.out if self.several else 0):
+                tape.take(self.out)
+            tape.drop(self.out)
         calls = _calls(self.job, layer)
         if w.ring == 1 and calls.single:
-            tape.take(self.q + 2 * self.kv)
+            tape.take(self.q + self.kv)
+            tape.spike(4 * self._padding * self.s.tokens * w.ulysses)
         else:
-            tape.take(self.wide_q + 2 * self.wide_kv)
+            tape.take(self.wide_q + self.wide_kv)
             self._block_gradients(tape, layer, calls)
             if self.coarse:
-                tape.take(self.q + 2 * self.kv)
-                tape.drop(self.wide_q + 2 * self.wide_kv)
-        output = self.q if later and not self.output else 0  # which that map keeps
-        tape.drop(self.q + self.keeps - output)
+                tape.take(self.q + self.kv)
+                tape.drop(self.wide_q + self.wide_kv)
+        output = self.out if later and not self.output else 0  # which that map keeps
+        tape.drop(self.out + self.keeps - output)
         if w.ulysses > 1:
             self._gradients_to_sequence(tape)
 
     def _block_gradients(self, tape: Tape, layer: int, calls: "_Calls") -> None:
         """Gradients of one block of keys after the other."""
-        w, n, block, wide = self.w, steps(self.job, layer), 2 * self.kv, 2 * self.wide_kv
+        w, n, block, wide = self.w, steps(self.job, layer), self.kv, self.wide_kv
         if w.ring == 1:
             self._piece_gradients(tape, calls.own)
         elif self.job.layout.cp_method == "ring":
@@ -319,18 +327,18 @@ class Core:
             tape.drop(block + wide * w.ring)
 
     def _piece_gradients(self, tape: Tape, calls: Iterable[Call]) -> None:
-        s, heads = self.s, self.w.q // self.s.dim // self.w.ulysses
+        s, w, heads = self.s, self.w, self.s.heads // self.w.ulysses
         for kind, q0, q1, k0, k1 in calls:
             rows, keys = (q1 - q0) * self._batch, (k1 - k0) * self._batch
-            shares = s.c * (rows * self._width_q + keys * 2 * self._width_kv)
+            shares = s.c * (rows * self._part(w.q) + keys * self._part(w.k + w.v))
             turned = 0
             if kind == "anti":
-                turned = shares + s.c * rows * 2 * self._width_q + s.a * rows * heads
-            tape.spike(shares + turned)
+                turned = shares + s.c * rows * 2 * self._part(w.out) + s.a * rows * heads
+            tape.spike(shares + turned + 2 * (rows + keys) * self._padding)
 
     def _gradients_to_sequence(self, tape: Tape) -> None:
         """Turns gradients of all positions of some heads into those of own positions."""
-        s, heads = self.s, self.q + 2 * self.kv
+        s, heads = self.s, self.q + self.kv
         with tape.during(heads), tape.during(heads if self.several else 0):
             tape.take(heads)
         tape.take(heads)  # of queries, keys and values by themselves
@@ -341,7 +349,7 @@ class Core:
                 if self.coarse:
                     tape.take(s.c * own)
                     tape.drop(s.a * own)
-            tape.drop(2 * self.kv)
+            tape.drop(self.kv)
         tape.drop(2 * heads)
 
 

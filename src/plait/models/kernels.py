@@ -51,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tu
         o, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
             *heads_first, 0.0, causal, False, scale=scores.scale
         )
-    return o.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2)
+    return _cut(o.transpose(1, 2), v.shape[-1]), lse.transpose(1, 2)
 
 
 def backward(
@@ -83,7 +83,7 @@ def backward(
             state, state.new_empty(0), scale=scores.scale,
         )  # fmt: skip
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
-    return dq, dk, dv[..., :dim]
+    return dq, dk, _cut(dv, dim)
 
 
 def _fused(q: Tensor, v: Tensor, scores: Scores) -> str | None:
@@ -100,6 +100,11 @@ def _padded(x: Tensor, q: Tensor) -> Tensor:
     """With zeros to the width of queries, which change neither scores nor sums."""
     missing = q.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
+
+
+def _cut(x: Tensor, width: int) -> Tensor:
+    """The other way round, without holding the padding."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
