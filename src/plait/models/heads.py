@@ -1,6 +1,6 @@
 """Self-attention in its two forms: grouped queries, and the latent attention of DeepSeek."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ class Context:
         cos, sin: rotary tables [seq, head_dim]; None without rotary embedding.
         local_cos, local_sin: the same for windowed layers; the same tensors unless the model
             gives those a theta of their own.
+        passed: mixture -> the choices that had passed backward when it first ran on this batch.
     """
 
     batch: int
@@ -45,6 +46,7 @@ class Context:
     sin: Tensor | None = None
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
+    passed: dict[nn.Module, Tensor | None] = field(default_factory=dict)
 
 
 class Heads(nn.Module):

@@ -196,7 +196,7 @@ class MoE(nn.Module):
         self.load = self.received = table.sum(0)
         losses = logits.new_zeros(2)
         if self.training and (moe.aux_loss or moe.z_loss):
-            losses = torch.stack(self._losses(logits, scores, sequence, table))
+            losses = torch.stack(self._losses(logits, scores, sequence, table, ctx))
         keep = None
         if moe.capacity is not None:
             keep = self._keep(index, weight.detach(), sequence, ctx)
@@ -216,15 +216,17 @@ class MoE(nn.Module):
         return taken
 
     def _losses(
-        self, logits: Tensor, scores: Tensor, sequence: Tensor, table: Tensor
+        self, logits: Tensor, scores: Tensor, sequence: Tensor, table: Tensor, ctx: Any
     ) -> tuple[Tensor, Tensor]:
         moe = self.moe
         aux = z = logits.new_zeros(())
         if moe.aux_loss:
             if moe.aux_form != "sequence":
                 table, sequence = table.sum(0, keepdim=True), torch.zeros_like(sequence)
-            if moe.aux_form == "global" and self.tally is not None:
-                table = table + self.tally[0]
+            if moe.aux_form == "global":
+                # Recomputed, it adds what it did: in a pipeline more has passed since.
+                before = ctx.passed.setdefault(self, self.tally and self.tally[0])
+                table = table if before is None else table + before
             table = self.ranks.total(table, moe.aux_form)
             table = table.to(scores.dtype)
             share = moe.experts * table / table.sum(1, keepdim=True)
