@@ -63,7 +63,7 @@ class Heads(nn.Module):
         self.window = None if model.is_full_attention(layer) else model.window
         self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.sinks else None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, S, heads, dim] (k and v may have fewer heads, v a smaller dim) -> [B, S, heads,
         v's dim]."""
         short = self.window is not None and q.shape[1] > self.window
@@ -121,7 +121,7 @@ class Attention(Heads):
             q, k = self.q_norm(q), self.k_norm(k)
         if ctx.cos is not None:
             q, k = L.rotate(q, *self.tables(ctx)), L.rotate(k, *self.tables(ctx))
-        y = self.attend(q, k, v, ctx)
+        y = self.attend(q, k, v)
         return self.o(y.reshape(ctx.batch * ctx.seq, -1))
 
 
@@ -181,5 +181,5 @@ class MLA(Heads):
             rotated = L.rotate(rotated, *self.tables(ctx))
         q = torch.cat((q_nope, q_rotated), -1)
         k = torch.cat((k_nope, rotated.expand(-1, -1, k_nope.shape[2], -1)), -1)
-        y = self.attend(q, k, v, ctx)
+        y = self.attend(q, k, v)
         return self.o(y.reshape(ctx.batch * ctx.seq, -1))

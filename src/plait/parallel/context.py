@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.models import kernels
 from plait.models.attention import AtHand, Plan, attend, make_scores, plan
-from plait.models.heads import Context, Heads, Held
+from plait.models.heads import Heads, Held
 from plait.parallel.collectives import Axis, Handle
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import MicroBatch
@@ -70,7 +70,7 @@ class _Attend:
     def __init__(self, heads: Heads, mesh: Mesh, splits: tuple[Split, ...]):
         self.heads, self.mesh, self.splits = heads, mesh, splits
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, _: Context) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads, mesh = self.heads, self.mesh
         return context_attention(
             q,
