@@ -119,11 +119,12 @@ def _products(
     o = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=precise(q.dtype))
     values = v.to(lse.dtype)
-    for rows, keys, score, _ in _score_blocks(q, k, causal, scores):
+    for rows, keys, score, slope in _score_blocks(q, k, causal, scores):
         total = score.logsumexp(-1)
-        weights = (score - total[..., None]).exp_()
+        weights = score.sub_(total[..., None]).exp_()
         o[:, rows] = torch.einsum("bhgqk,bkhd->bqhgd", weights, values[:, keys]).flatten(2, 3)
         lse[:, rows] = total.permute(0, 3, 1, 2).flatten(2)
+        del score, slope, weights
     return o, lse
 
 
@@ -143,7 +144,8 @@ def _products_backward(
     inner = (grad.to(wide) * o.to(wide)).sum(-1)
     for rows, keys, score, slope in _score_blocks(q, k, causal, scores):
         dy = _grouped(grad[:, rows].to(wide), kv_heads)
-        weights = (score - _grouped(lse[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]).exp_()
+        total = _grouped(lse[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]
+        weights = score.sub_(total).exp_()
         dv[:, keys] += torch.einsum("bhgqk,bqhgd->bkhd", weights, dy)
         ds = torch.einsum("bqhgd,bkhd->bhgqk", dy, values[:, keys])
         ds -= _grouped(inner[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]
@@ -154,6 +156,7 @@ def _products_backward(
         dk[:, keys] += torch.einsum(
             "bhgqk,bqhgd->bkhd", ds, _grouped(q[:, rows].to(wide), kv_heads)
         )
+        del score, slope, weights, ds
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -169,14 +172,16 @@ def _score_blocks(
         stop, slope = min(start + step, length), None
         seen = slice(0, stop if causal else keys)
         block = _grouped(q[:, start:stop].to(whole_keys.dtype), k.shape[2])
-        score = torch.einsum("bqhgd,bkhd->bhgqk", block, whole_keys[:, seen]) * scores.scale
+        score = torch.einsum("bqhgd,bkhd->bhgqk", block, whole_keys[:, seen]).mul_(scores.scale)
         if scores.softcap is not None:
-            bent = (score / scores.softcap).tanh_()
-            score, slope = bent * scores.softcap, 1 - bent * bent
+            score.div_(scores.softcap).tanh_()
+            slope = (score * score).neg_().add_(1)
+            score.mul_(scores.softcap)
         if causal:
             later = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device)
             score.masked_fill_(later.triu_(start + 1), -torch.inf)
         yield slice(start, stop), seen, score, slope
+        del score, slope  # a block's before the next one's are made
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
