@@ -79,10 +79,15 @@ def test_any_length_packing_window_and_grouping(data):
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_values_of_another_width_and_blocks_of_queries(window, monkeypatch):
-    """By matrix products, in blocks of a few queries."""
+@pytest.mark.parametrize("value_dim", [3, 11])
+def test_values_of_another_width(value_dim, window, monkeypatch):
+    """Narrower ones by the fused kernel; wider ones by matrix products, in blocks of a few
+    queries."""
     monkeypatch.setattr(kernels, "_SCORES", 1)
-    leaves = inputs(2, 53, 6, 2, 8, value_dim=3)
+    if value_dim < 8:
+        monkeypatch.delattr(kernels, "_products")
+        monkeypatch.delattr(kernels, "_products_backward")
+    leaves = inputs(2, 53, 6, 2, 8, value_dim)
     segments = [(20, 33), (53,)]
     check_equal(attention(*leaves, segments, window), masked(*leaves, segments, window), leaves)
 

@@ -13,6 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from plait.models import kernels
+from plait.models.attention import attention
 from plait.parallel.check import make_check
 from plait.parallel.collectives import Axis, Scope
 from plait.parallel.context import context_attention
@@ -395,6 +397,18 @@ class Held(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self.known.remove(key)
         self.now -= size
+
+
+def test_scores_of_matrix_products_are_few(monkeypatch):
+    """Of a block of queries its scores, their slope and the gradient, and nothing of the block
+    before: 16 queries, 8 heads, 512 keys in float64. The rest: 11 tensors like q, one of rows."""
+    monkeypatch.setattr(kernels, "_SCORES", 1)
+    block, like_q = 16 * 8 * 512 * 8, 512 * 8 * 4 * 8
+    with Held() as tracker:
+        leaves = [torch.randn(1, 512, 8, 4, dtype=torch.float64).requires_grad_() for _ in "qkv"]
+        y = attention(*leaves, softcap=20.0)
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert tracker.most <= 3 * block + 12 * like_q
 
 
 def held(_: int, ranks: int, positions: int, way: str) -> int:

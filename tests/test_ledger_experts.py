@@ -125,6 +125,29 @@ def test_memory_of_many_random_layouts(seed):
     assert far_off(random_job(seed, seq=256)) == []
 
 
+@pytest.mark.parametrize(
+    ("v_dim", "dtype", "layout"),
+    [
+        (8, "float32", {"cp": 2}),
+        (24, "bfloat16", {"cp": 2, "recompute": "full"}),
+        (16, "bfloat16", {"cp": 2, "cp_method": "all-gather"}),
+        (8, "bfloat16", {"cp": 4, "ulysses": 2, "micro_batch": 2}),
+        (16, "float32", {"cp": 2, "ulysses": 2, "tp": 2, "recompute": "selective:attention"}),
+        (8, "float32", {"cp": 2, "pp": 2, "schedule": "zb-h1"}),
+    ],
+    ids=str,
+)
+def test_latent_attention_over_ranks(v_dim, dtype, layout):
+    """Whose keys and values are of two widths, narrower or equal."""
+    mla = MLA(kv_rank=32, nope_dim=16, rope_dim=8, v_dim=v_dim, q_rank=48)
+    filled = Layout.fill(4, **layout)
+    batch = 2 * filled.dp * filled.micro_batch
+    train = Train(seq_len=512, dtype=dtype, accumulation=2, global_batch=batch)
+    job = Job(replace(WIDE, seq=512, mla=mla), filled, train)
+    assert differences(traffic(job), measure(job, full=True).traffic) == []
+    assert far_off(job) == []
+
+
 def recorded(rank: int, job: Job) -> tuple[list[str], int]:
     program = Program(job, mesh := make_mesh(job.layout, job.model, rank))
     program.initialize()

@@ -225,6 +225,38 @@ def test_the_global_form_knows_what_has_passed():
     assert taken[-1] == pytest.approx(expected, rel=1e-12)
 
 
+def test_recompute_after_others_have_passed_sees_what_the_first_forward_saw():
+    """As in a pipeline: all micro batches go forward, then all go backward."""
+    moe = MoE(6, 2, 16, aux_loss=0.3, aux_form="global")
+    kept, again = built(moe), built(moe)
+    for model in (kept, again):
+        ends = []
+        for one in TOKENS.split(1):
+            ctx = model.context(1, SEQ)
+            x = model.embed(one.flatten(), ctx)
+            for layer in model.layers.values():
+                x = (
+                    layer(x, ctx)
+                    if model is kept
+                    else checkpoint(layer, x, ctx, use_reentrant=False)
+                )
+            ends.append(model.head(x, ctx, one.flatten()))
+        for end in ends:
+            end.backward()
+    assert_equal(gradients(again), gradients(kept))
+
+
+@pytest.mark.parametrize("topk_first", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("logit", [-200.0, 200.0])
+def test_logits_beyond_what_scores_can_tell_are_no_nan(score, topk_first, logit):
+    logits = torch.full((3, 4), logit, requires_grad=True)
+    _, weight, scores = choose(MoE(4, 2, 8, score=score, topk_first=topk_first), logits, None)
+    (weight.sum() + (scores * torch.arange(4)).sum()).backward()
+    for found in (weight, scores, logits.grad):
+        assert found.isfinite().all()
+
+
 def test_evaluation_has_no_losses_and_leaves_no_trace():
     moe = MoE(6, 2, 16, aux_loss=0.3, z_loss=0.2)
     model = built(moe).eval()

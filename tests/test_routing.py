@@ -74,6 +74,12 @@ def test_experts_that_nobody_chose_are_no_division_by_zero():
     assert (routing.imbalance, routing.dropped) == (0, 1)
 
 
+def test_a_model_of_which_only_dense_layers_are_left_trains():
+    job = job_of("one", "mixtral", None)
+    job = replace(job, model=replace(job.model, moe=replace(job.model.moe, first_dense=4)))
+    assert run_ranks(1, routings, job) == [[None, None]]
+
+
 def test_the_metrics_say_it(tmp_path):
     job = job_of("one", "mixtral", 0.75)
     job = replace(job, metrics=str(tmp_path / "m.jsonl"))

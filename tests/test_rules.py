@@ -6,7 +6,7 @@ import pytest
 
 from plait.rules import check
 from plait.rules.legality import legal_tp
-from plait.spec.jobfile import read_job
+from plait.spec.jobfile import draft_job, read_job
 from plait.spec.model import MLA, Model, MoE, RopeScaling
 from plait.spec.presets import model, model_names
 
@@ -355,6 +355,21 @@ def test_a_short_piece_does_not_hide_a_ring():
     assert long("ring-not-hidden", cp=8) is None
     assert "about 109" in long("ring-not-hidden", cp=8, seq_len=4096).message
     assert long("ring-not-hidden", cp=64, cp_method="all-gather") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "where"),
+    [
+        ({"ulysses": 2}, "ulysses"),
+        ({"cp": 16, "ulysses": 32}, "ulysses"),
+        ({"cp": 16, "seq_len": 8}, "seq_len"),
+    ],
+)
+def test_a_ring_of_no_ranks_or_positions_is_refused(said, where):
+    """On a named device too, for whose links pitfalls are worked out."""
+    job, findings = draft_job("plan", overrides=said, model="llama3.1-8b", gpus="h100:64")
+    errors = [f for f in findings + check(job, "plan") if f.level == "error"]
+    assert {f.where.rpartition(".")[2] for f in errors} == {where}
 
 
 def test_short_samples_need_no_context_parallelism():

@@ -79,6 +79,12 @@ def test_nothing_balances():
     assert "experts-unbalanced" not in found()
 
 
+def test_a_rank_of_one_expert_gets_a_token_once():
+    # All 64 tokens of each of 8 ranks, of 2 x 64 x 8 rows over 8 ranks: 4 times as many.
+    finding = found(moe(aux_loss=0.0), ep=8)["experts-unbalanced"]
+    assert "with 1 expert, gets 4 times an even share" in finding.message
+
+
 @pytest.mark.parametrize("form", ["batch", "global"])
 def test_a_balance_that_follows_the_layout(form):
     finding = found(moe(aux_form=form))["balance-by-layout"]

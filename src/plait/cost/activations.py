@@ -125,7 +125,7 @@ class Chunk(Maps):
         self.given = self.shared = False
 
     def context(self) -> int:
-        """Leaves positions and token numbers (int64), a mask, the rotary tables; returns the bytes
+        """Leaves positions and token numbers (int64), the rotary tables; returns the bytes
         of those that are let go after forward. Rotations keep their tables, and what is recomputed
         all that it was given."""
         s, tape, model = self.s, self.tape, self.model
@@ -181,12 +181,17 @@ class Chunk(Maps):
 
     # -- attention and MLP: [t, hidden] -> [t, hidden]
 
+    def core(self, i: int) -> Core | None:
+        """Attention by our own calls of kernels: over the cp ranks, in a window, with sinks or a
+        soft cap."""
+        return self._core if needs_calls(self.job, i) else None
+
     def attention(self, i: int, keep: bool, stop: bool = False) -> None:
         """Leaves the output, and with `keep` what backward needs. `stop`: makes only that."""
         if self.latents:
             self.latents.forward(i, keep, stop)
             return
-        s, tape, model = self.s, self.tape, self.model
+        s, tape, model, core = self.s, self.tape, self.model, self.core(i)
         q, kv, heads = s.c * s.tokens * s.q, s.c * s.tokens * s.kv, s.tokens * s.heads
         self.fan_out(s.q, s.kv, s.kv)
         if model.qk_norm:
@@ -198,7 +203,6 @@ class Chunk(Maps):
             tape.take(q + kv)
             tape.spike(kv)  # of the second: the input turned by half a head
             tape.drop(q + kv)
-        core = self.core(i)
         if core:
             core.forward(tape, i, keep)
         else:
@@ -209,10 +213,6 @@ class Chunk(Maps):
         if not keep:
             early = core.keeps if core and core.given else 0
             tape.drop(self.attention_keeps(i) - self.qk_norms_keep() - early)
-
-    def core(self, i: int) -> Core | None:
-        """Attention of a layer by our own calls of kernels, where it is."""
-        return self._core if needs_calls(self.job, i) else None
 
     def attention_keeps(self, i: int) -> int:
         """Queries, keys, values, the output, log-sum-exps; what norms of queries and keys keep."""
@@ -246,9 +246,8 @@ class Chunk(Maps):
         if self.latents:
             self.latents.backward(name, i, kept)
             return
-        s, tape, model = self.s, self.tape, self.model
+        s, tape, model, core = self.s, self.tape, self.model, self.core(i)
         q, kv = s.c * s.tokens * s.q, s.c * s.tokens * s.kv
-        core = self.core(i)
         self.leave_backward(f"{name}.o", s.q, core.output if core else 0)
         if core:
             core.backward(tape, i, self.queue is not None)

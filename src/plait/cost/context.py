@@ -313,10 +313,10 @@ class Core:
                 tape.take(0 if step + 1 == n else block, kind)
                 tape.take(wide)
                 self._piece_gradients(tape, calls.others)
-                tape.take(sent + block, kind)
                 if step > 1:  # what was sent and what came the step before
                     tape.drop(sent + block, kind)
                     tape.drop(0 if self.coarse else wide)
+                tape.take(sent + block, kind)
                 tape.drop(block, kind)
                 tape.drop(wide if self.coarse else 0)
             if n > 1:

@@ -8,11 +8,12 @@ compute dtype, beside its input
     attention    queries, keys, values padded to d, the output: 4 T d; log-sum-exps
     the output   T v once more, as the last map has it
 
-Attention by our own calls (`cost.context.Core`) pads nothing that it keeps: it has keys and values
-as they were made, T (nope + v), the output T v, and the last map's is the same.
+Over the cp ranks attention is `cost.context.Core`, and nothing that is padded is kept.
 """
 
 from typing import TYPE_CHECKING
+
+from plait.cost.context import Core
 
 if TYPE_CHECKING:
     from plait.cost.activations import Chunk
@@ -39,15 +40,22 @@ class Latents:
     def _rows(self, width: int) -> int:
         return self.chunk.s.c * self.chunk.s.rows * width
 
-    @property
-    def _scores(self) -> int:
+    def _scores(self, core: Core | None) -> int:
         """What attention itself keeps: with narrower values also the padded ones."""
         s = self.chunk.s
+        if core:
+            return core.keeps + core.output + self._beside(core)
         return 3 * self.q + (self.q if self.padded else self.kv) + s.a * s.tokens * s.heads
+
+    def _beside(self, core: Core) -> int:
+        """What is kept because values are a part of it: their heads' unrotated keys."""
+        return 0 if core.w.ulysses > 1 else self.kv - self.v
 
     def forward(self, i: int, keep: bool, stop: bool) -> None:
         """As `Chunk.attention`."""
         chunk, s, mla = self.chunk, self.chunk.s, self.mla
+        core = chunk.core(i)
+        padded = self.padded and not core
         tape, kept = chunk.tape, 0
         if self.q_rank:
             chunk.fan_out(self.q_rank, self.latent, local=True)
@@ -69,27 +77,24 @@ class Latents:
             tape.take(rotated)
             names += self.rotated + rotated
         tape.take(2 * self.q)
-        if core := chunk.core(i):
+        if core:
             core.forward(tape, i, keep)
-            chunk.leave_or_stop(chunk.model.o_bias, stop)
-            given = 2 * self.q + self.kv  # of which v is a part
-            tape.drop(names + (given if core.given else 0))
-            if not keep:
-                own = core.output if core.given else given + self.v + core.lse
-                tape.drop(kept + own)
-            return
-        tape.take(self.q if self.padded else 0)
-        names += self.kv if self.padded else 0
-        tape.take(self.q + s.a * s.tokens * s.heads)
-        if not keep:  # padded values have no name any more
-            early = (self.q if self.padded else 0) + s.a * s.tokens * s.heads
-            tape.drop(early)
-            kept -= early
-        tape.take(self.v if self.padded else 0)
+            if core.w.ulysses > 1:
+                names += 2 * self.q + self.kv
+                kept -= 0 if keep else core.keeps
+        else:
+            tape.take(self.q if padded else 0)
+            names += self.kv if padded else 0
+            tape.take(self.q + s.a * s.tokens * s.heads)
+            if not keep:  # padded values have no name any more
+                early = (self.q if padded else 0) + s.a * s.tokens * s.heads
+                tape.drop(early)
+                kept -= early
+        tape.take(self.v if padded else 0)
         chunk.leave_or_stop(chunk.model.o_bias, stop)
         tape.drop(names)
         if not keep:
-            tape.drop(kept + self._scores + (self.v if self.padded else 0))
+            tape.drop(kept + self._scores(core) + (self.v if padded else 0))
 
     def _normed(self, rank: int, width: int, keep: bool) -> None:
         """A latent, normed, to the parts of heads."""
@@ -100,14 +105,15 @@ class Latents:
 
     def backward(self, name: str, i: int, kept: int) -> None:
         """As `Chunk.attention_backward`; `kept` bytes go with the input."""
-        chunk, mla = self.chunk, self.mla
+        chunk, mla, core = self.chunk, self.mla, self.chunk.core(i)
         tape, q, v = chunk.tape, self.q, self.v
-        if core := chunk.core(i):
-            chunk.leave_backward(f"{name}.o", self.v_width, core.output)
+        own = core.output if core else v if self.padded else 0
+        chunk.leave_backward(f"{name}.o", self.v_width, own)
+        if core:
             core.backward(tape, i, chunk.queue is not None)
-            tape.drop(0 if core.given else self.kv - v)
+            tape.drop(self._beside(core))
         else:
-            self._scores_backward(name)
+            self._fused_backward()
         if self.turns:
             tape.take(self.rotated)
             tape.spike(self.rotated)
@@ -131,17 +137,16 @@ class Latents:
         tape.take(chunk.stream)
         tape.drop(2 * chunk.stream)
 
-    def _scores_backward(self, name: str) -> None:
+    def _fused_backward(self) -> None:
         """The output's gradient to those of queries, keys and values, by torch's attention."""
         tape, q, v = self.chunk.tape, self.q, self.v
-        self.chunk.leave_backward(f"{name}.o", self.v_width, v if self.padded else 0)
         if self.padded:
             tape.take(q)
             tape.drop(v)
         tape.take(3 * q)
         tape.drop(q)
         later = self.chunk.queue is not None and not self.padded  # the last map keeps the output
-        tape.drop(self._scores - (v if later else 0))
+        tape.drop(self._scores(None) - (v if later else 0))
         if self.padded:
             tape.take(v)
             tape.drop(q)

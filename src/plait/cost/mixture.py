@@ -38,7 +38,9 @@ class Mixture:
         self.routing = self._routing(choices)
         self.choices = (8 + a) * choices  # experts and weights
         self.way = 8 * (2 * choices + rows.chosen)
-        self.order = 8 * rows.all
+        #: Rows of one rank have been sorted by it.
+        self.sorts = layout.ep * layout.etp > 1
+        self.order = 8 * rows.all if self.sorts else 0
         self.width = (moe.shared_ffn or moe.shared * moe.ffn) // layout.tp
 
     def _routing(self, choices: int) -> int:
@@ -121,11 +123,11 @@ class Mixture:
         self._spread()
         tape.take(self.order)
         tape.spike(2 * self.order)
-        self._moved(self.all, self.all, True)
+        self._moved(self.all, self.all, self.sorts)
 
     def _back(self) -> None:
         """Leaves the rows of this rank's choices in place of the experts' rows."""
-        self._moved(self.all, self.all, True)
+        self._moved(self.all, self.all, self.sorts)
         self._add_up()
         self._moved(self.come, self.chosen, self.ep)
 
@@ -189,9 +191,9 @@ class Mixture:
         tape.drop(own)
         self._moved(self.chosen, self.come, self.ep)
         self._spread()
-        self._moved(self.all, self.all, True)
+        self._moved(self.all, self.all, self.sorts)
         self._experts_backward(f"{name}.experts")
-        self._moved(self.all, self.all, True)
+        self._moved(self.all, self.all, self.sorts)
         tape.drop(self.order)
         self._add_up()
         self._moved(self.come, self.chosen, self.ep)

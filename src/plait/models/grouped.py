@@ -15,9 +15,18 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
 
+def tally(index: Tensor, experts: int) -> Tensor:
+    """int64 [E]: how many of the choices [T, k] are for each expert; an index of E is for none.
+
+    On the device, and without waiting for it, as `bincount` does for its size.
+    """
+    counts = index.new_zeros(experts + 1)
+    return counts.scatter_add_(0, index.flatten(), torch.ones_like(index).flatten())[:experts]
+
+
 def counts(index: Tensor, experts: int) -> list[int]:
-    """How many of the choices [T, k] are for each of E experts; an index of E is for none."""
-    return torch.bincount(index.flatten(), minlength=experts + 1)[:experts].tolist()
+    """The same on the host."""
+    return tally(index, experts).tolist()
 
 
 class _Grouped(torch.autograd.Function):
@@ -94,7 +103,10 @@ def _stretches(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def _offsets(counts: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+    # From pinned memory, so that the host need not wait until the device gets there.
+    pinned = device.type == "cuda"
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=pinned)
+    return ends.to(device, non_blocking=True)
 
 
 def _fused(x: Tensor, other: Tensor) -> bool:

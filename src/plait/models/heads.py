@@ -1,7 +1,7 @@
 """Self-attention in its two forms: grouped queries, and the latent attention of DeepSeek."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ class Context:
         cos, sin: rotary tables [*positions, head_dim]; None without rotary embedding.
         local_cos, local_sin: the same for windowed layers; the same tensors unless the model
             gives those a theta of their own.
+        passed: mixture -> the choices that had passed backward when it first ran on this batch.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Context:
     sin: Tensor | None = None
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
+    passed: dict[nn.Module, Tensor | None] = field(default_factory=dict)
 
 
 class Heads(nn.Module):
@@ -72,7 +74,7 @@ class Heads(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """[B, S, heads, dim] (k and v may have fewer heads, v a smaller dim) -> [B, S, heads,
         v's dim]."""
-        short = self.window is not None and self.window < ctx.seq
+        short = self.window is not None and q.shape[1] > self.window
         if short or ctx.documents is not None or self.sinks is not None or self.softcap is not None:
             return attention(
                 q, k, v, ctx.documents, self.window, self.scale, self.softcap, self.sinks

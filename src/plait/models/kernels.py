@@ -1,9 +1,9 @@
 """Attention kernels that return the log-sum-exp of their scores, and their backward.
 
-Fused ones where torch has them, for they hold no scores; they want values as wide as keys, so
-narrower ones (latent attention) are padded for the call. Elsewhere (soft caps, wider values, other
-devices) the same by matrix products, a block of queries at a time, so that memory is linear in the
-sequence there too.
+Fused ones where torch has them, for they hold no scores; values narrower than keys, as those of
+latent attention, are padded for them. Elsewhere (soft caps, wider values, single precision on GPUs)
+the same by matrix products, a block of queries at a time, so that memory is linear in the sequence
+there too.
 
 Shapes: q [B, S, heads, dim], k [B, K, kv heads, dim], v [B, K, kv heads, value dim], o like q with
 v's dim, lse [B, S, heads], in float32 where q is of half precision and in q's dtype elsewhere.
@@ -39,11 +39,10 @@ class Scores:
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; causal: the i-th query sees keys up to the i-th, S = K."""
     assert not causal or q.shape[1] == k.shape[1], (q.shape, k.shape)
-    kernel, width = _fused(q, v, scores), v.shape[-1]
+    kernel = _fused(q, v, scores)
     if kernel is None:
         return _products(q, k, v, causal, scores)
-    v = _padded(v, q)
-    heads_first = _heads_first(q, k, v)
+    heads_first = _heads_first(q, k, _padded(v, q))
     if kernel == "cpu":
         o, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             *heads_first, 0.0, causal, scale=scores.scale
@@ -52,8 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: Scores) -> tu
         o, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
             *heads_first, 0.0, causal, False, scale=scores.scale
         )
-    o = o.transpose(1, 2)
-    return o[..., :width].contiguous() if width < o.shape[-1] else o, lse.transpose(1, 2)
+    return _cut(o.transpose(1, 2), v.shape[-1]), lse.transpose(1, 2)
 
 
 def backward(
@@ -67,11 +65,11 @@ def backward(
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This piece's share of the gradients of q, k, v; o and lse are those of all keys."""
-    kernel, width = _fused(q, v, scores), v.shape[-1]
+    kernel = _fused(q, v, scores)
     if kernel is None:
         return _products_backward(grad, q, k, v, o, lse, causal, scores)
-    grad, v, o = (_padded(t, q) for t in (grad, v, o))
-    grad, q, k, v, o = _heads_first(grad, q, k, v, o)
+    dim = v.shape[-1]
+    grad, q, k, v, o = _heads_first(_padded(grad, q), q, k, _padded(v, q), _padded(o, q))
     lse = lse.transpose(1, 2)
     if kernel == "cpu":
         grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -85,21 +83,28 @@ def backward(
             state, state.new_empty(0), scale=scores.scale,
         )  # fmt: skip
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
-    return dq, dk, dv[..., :width].contiguous() if width < dk.shape[-1] else dv
+    return dq, dk, _cut(dv, dim)
 
 
 def _fused(q: Tensor, v: Tensor, scores: Scores) -> str | None:
-    if scores.softcap is not None or q.shape[-1] < v.shape[-1]:
+    dim = q.shape[-1]
+    if scores.softcap is not None or v.shape[-1] > dim:
         return None
     if q.device.type == "cpu":
         return "cpu"
-    return "cuda" if q.is_cuda and q.dtype in _HALF and q.shape[-1] <= 256 else None
+    # The kernel itself takes whole 16 bytes only; torch pads before it calls it.
+    return "cuda" if q.is_cuda and q.dtype in _HALF and dim % 8 == 0 and dim <= 256 else None
 
 
-def _padded(x: Tensor, like: Tensor) -> Tensor:
-    """As wide in the last dim as `like`, with zeros."""
-    missing = like.shape[-1] - x.shape[-1]
+def _padded(x: Tensor, q: Tensor) -> Tensor:
+    """With zeros to the width of queries, which change neither scores nor sums."""
+    missing = q.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
+
+
+def _cut(x: Tensor, width: int) -> Tensor:
+    """The other way round, without holding the padding."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -119,7 +124,7 @@ def _products(
         weights = score.sub_(total[..., None]).exp_()
         o[:, rows] = torch.einsum("bhgqk,bkhd->bqhgd", weights, values[:, keys]).flatten(2, 3)
         lse[:, rows] = total.permute(0, 3, 1, 2).flatten(2)
-        del score, slope, weights  # before the next block is made
+        del score, slope, weights
     return o, lse
 
 
@@ -139,7 +144,8 @@ def _products_backward(
     inner = (grad.to(wide) * o.to(wide)).sum(-1)
     for rows, keys, score, slope in _score_blocks(q, k, causal, scores):
         dy = _grouped(grad[:, rows].to(wide), kv_heads)
-        weights = score.sub_(_grouped(lse[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]).exp_()
+        total = _grouped(lse[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]
+        weights = score.sub_(total).exp_()
         dv[:, keys] += torch.einsum("bhgqk,bqhgd->bkhd", weights, dy)
         ds = torch.einsum("bqhgd,bkhd->bhgqk", dy, values[:, keys])
         ds -= _grouped(inner[:, rows], kv_heads).permute(0, 2, 3, 1)[..., None]
@@ -150,7 +156,7 @@ def _products_backward(
         dk[:, keys] += torch.einsum(
             "bhgqk,bqhgd->bkhd", ds, _grouped(q[:, rows].to(wide), kv_heads)
         )
-        del score, slope, weights, ds  # before the next block is made
+        del score, slope, weights, ds
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -158,7 +164,7 @@ def _score_blocks(
     q: Tensor, k: Tensor, causal: bool, scores: Scores
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Blocks of queries: which, which keys they see, scores [B, kv heads, group, queries, keys],
-    to be overwritten, and with a soft cap its derivative."""
+    and with a soft cap its derivative."""
     (batch, length, heads, _), keys = q.shape, k.shape[1]
     step = max(_FEW_QUERIES, _SCORES // max(1, batch * heads * keys))
     whole_keys = k.to(precise(q.dtype))
@@ -175,7 +181,7 @@ def _score_blocks(
             later = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device)
             score.masked_fill_(later.triu_(start + 1), -torch.inf)
         yield slice(start, stop), seen, score, slope
-        del score, slope
+        del score, slope  # a block's before the next one's are made
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

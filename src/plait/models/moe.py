@@ -17,8 +17,8 @@ ranks add up as the cross entropy does: summed here, divided by N once. A mixtur
 its loss. It puts the gradient in on the way back (`_Attach`), times `scale`: whatever the summed
 cross entropy is multiplied by before backward.
 
-A parallel version sets `MoE.dispatch`, `MoE.ranks`, `MoE.scale` and the `Experts`' `grouped` and
-`count`, and changes nothing else.
+A parallel version sets `MoE.dispatch`, `MoE.ranks`, `MoE.scale`, the `Experts`' `grouped` and the
+router's `project`, and changes nothing else.
 """
 
 import math
@@ -101,8 +101,8 @@ class Experts(nn.Module):
 
     Attributes:
         grouped: (x [M, in], bank, counts) -> [M, out], rows grouped by expert.
-        count: index [T, k] -> how many rows each expert gets, on the host. The one place where
-            sizes depend on data; a dry run puts a given table here.
+        count: index [T, k] -> how many rows each expert gets, on the host, for `at_home`: the one
+            place where sizes depend on data.
     """
 
     def __init__(self, model: Model):
@@ -196,7 +196,7 @@ class MoE(nn.Module):
         self.load = self.received = table.sum(0)
         losses = logits.new_zeros(2)
         if self.training and (moe.aux_loss or moe.z_loss):
-            losses = torch.stack(self._losses(logits, scores, sequence, table))
+            losses = torch.stack(self._losses(logits, scores, sequence, table, ctx))
         keep = None
         if moe.capacity is not None:
             keep = self._keep(index, weight.detach(), sequence, ctx)
@@ -216,15 +216,17 @@ class MoE(nn.Module):
         return taken
 
     def _losses(
-        self, logits: Tensor, scores: Tensor, sequence: Tensor, table: Tensor
+        self, logits: Tensor, scores: Tensor, sequence: Tensor, table: Tensor, ctx: Any
     ) -> tuple[Tensor, Tensor]:
         moe = self.moe
         aux = z = logits.new_zeros(())
         if moe.aux_loss:
             if moe.aux_form != "sequence":
                 table, sequence = table.sum(0, keepdim=True), torch.zeros_like(sequence)
-            if moe.aux_form == "global" and self.tally is not None:
-                table = table + self.tally[0]
+            if moe.aux_form == "global":
+                # Recomputed, it adds what it did: in a pipeline more has passed since.
+                before = ctx.passed.setdefault(self, self.tally and self.tally[0])
+                table = table if before is None else table + before
             table = self.ranks.total(table, moe.aux_form)
             table = table.to(scores.dtype)
             share = moe.experts * table / table.sum(1, keepdim=True)

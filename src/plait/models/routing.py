@@ -35,7 +35,7 @@ def choose(moe: MoE, logits: Tensor, correction: Tensor | None) -> tuple[Tensor,
     if moe.scaling != 1.0:
         weight = weight * moe.scaling
     if moe.score == "sigmoid":
-        every = every / every.sum(-1, keepdim=True)
+        every = every / (every.sum(-1, keepdim=True) + 1e-20)  # all can be 0, by rounding
     return index, weight, every
 
 

@@ -199,6 +199,7 @@ class Ring:
                 yield seen, *_unpack(held, k), *_unpack(share, k)
                 if step > 1:
                     share += before.wait()
+                    before = Coming()  # lets go of what was sent and what came
                 before = self._pass_gradients(share.to(k.dtype), step)
                 del share
             held = coming.wait()

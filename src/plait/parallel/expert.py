@@ -15,7 +15,7 @@ and backward is the mirror. Every choice is sent once; nothing is padded and not
 unless the model has a capacity.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from plait.models.grouped import bias_gradient, product, weight_gradient
+from plait.models.grouped import bias_gradient, product, tally, weight_gradient
 from plait.models.layers import accurate
 from plait.models.moe import Experts, MoE, mixtures
 from plait.models.permute import Way, combine, permute
@@ -40,7 +40,7 @@ def apply_expert_parallel(module: Transformer, mesh: Mesh, later: Later | None) 
     later: where experts and routers put off their weight gradients (None: they never do).
     """
     for moe in mixtures(module):
-        moe.dispatch = Dispatch(moe.experts, mesh)
+        moe.dispatch = Dispatch(moe.experts, moe.moe.experts, mesh)
         moe.ranks = Together(mesh)
         if later is not None:
             moe.experts.grouped = partial(grouped, later=later)
@@ -127,23 +127,25 @@ class Dispatch:
     """`MoE.dispatch` over the expert grid.
 
     Attributes:
-        read: int64 [etp, ep, E / ep], the rows that come to this rank's experts, by the rank of etp
-            and of ep that they come from -> the same on the host. Beside `Experts.count` the one
-            place where sizes depend on data.
+        read: (rows that go to each expert, int64 [E]; rows that come to this rank's experts, int64
+            [etp, ep, E / ep], by the rank of etp and of ep that they come from) -> both on the
+            host. The one place where sizes depend on data, and where the host waits for the
+            device; a dry run puts a given table here.
         moved: takes the rows that each forward (not its repetition) sends away, gets from the ranks
             of ep, and computes; None: nobody asks.
     """
 
-    def __init__(self, experts: Experts, mesh: Mesh):
-        self.experts, self.etp, self.ep = experts, mesh["etp"], mesh["ep"]
-        self.read: Callable[[Tensor], list] = Tensor.tolist
+    def __init__(self, experts: Experts, total: int, mesh: Mesh):
+        self.experts, self.total, self.etp, self.ep = experts, total, mesh["etp"], mesh["ep"]
+        self.read: Callable[[Tensor, Tensor], tuple[list, list]] = _read
         self.moved: list[tuple[int, int, int]] | None = None
 
     def __call__(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         """x [n, hidden], index int64 [n, k], weight [n, k] -> [n, hidden]."""
-        counts = self.experts.count(index)
+        going = tally(index, self.total)
+        come = self._exchange(going)
+        counts, coming = self.read(going, come)
         way = Way(index, sum(counts))
-        coming = self.read(self._exchange(counts, x.device))
         mine = len(counts) // self.ep.size
         there = [sum(counts[i * mine : (i + 1) * mine]) for i in range(self.ep.size)]
         rows = [[sum(block) for block in blocks] for blocks in coming]  # [etp][ep]
@@ -155,30 +157,38 @@ class Dispatch:
         y = _Exchange.apply(y, self.ep, there, here)
         y = _Spread.apply(y, self.etp, all_rows)
         blocks = [n for one in coming for block in one for n in block]
-        order = _by_expert(blocks, mine, x.device)
-        y = _Sorted.apply(y, order)
-        y = self.experts(y, [sum(blocks[e::mine]) for e in range(mine)])
-        y = _Unsorted.apply(y, order)
+        sizes = [sum(blocks[e::mine]) for e in range(mine)]
+        order = None if len(blocks) == mine else _by_expert(come, sum(blocks))
+        if order is not None:  # else they are of one rank, which has sorted them
+            y = _Sorted.apply(y, order)
+        y = self.experts(y, sizes)
+        if order is not None:
+            y = _Unsorted.apply(y, order)
         y = _AddUp.apply(y, self.etp, all_rows)
         y = _Exchange.apply(y, self.ep, here, there)
         return combine(y, weight, way)
 
-    def _exchange(self, counts: list[int], device: torch.device) -> Tensor:
-        mine = len(counts) // self.ep.size
-        coming = torch.tensor(counts, dtype=torch.int64, device=device)
+    def _exchange(self, going: Tensor) -> Tensor:
+        come = going
         if self.ep.size > 1:
-            coming, out = torch.empty_like(coming), coming
-            self.ep.all_to_all(coming, out)
-        everyone = self.etp.gather_rows(coming)[0] if self.etp.size > 1 else coming
-        return everyone.view(self.etp.size, self.ep.size, mine)
+            come = torch.empty_like(going)
+            self.ep.all_to_all(come, going)
+        everyone = self.etp.gather_rows(come)[0] if self.etp.size > 1 else come
+        return everyone.view(self.etp.size, self.ep.size, -1)
 
 
-def _by_expert(blocks: Sequence[int], experts: int, device: torch.device) -> Tensor:
+def _read(going: Tensor, come: Tensor) -> tuple[list, list]:
+    """Both on the host, by one copy."""
+    both = torch.cat((going, come.flatten())).cpu()
+    return both[: len(going)].tolist(), both[len(going) :].view(come.shape).tolist()
+
+
+def _by_expert(come: Tensor, rows: int) -> Tensor:
     """int64 [rows]: which of the rows, that came in blocks of one expert each, is first, second,
-    ... when they are sorted by expert."""
-    expert = torch.arange(len(blocks), device=device) % experts
-    repeats = torch.tensor(blocks, dtype=torch.int64, device=device)
-    return expert.repeat_interleave(repeats, output_size=sum(blocks)).argsort(stable=True)
+    ... when they are sorted by expert. come [..., experts]: rows of each block, in their order."""
+    expert = torch.arange(come.shape[-1], device=come.device).expand_as(come).flatten()
+    repeated = expert.repeat_interleave(come.flatten(), output_size=rows)
+    return repeated.argsort(stable=True)
 
 
 class _Exchange(torch.autograd.Function):

@@ -125,6 +125,8 @@ def ring_not_hidden(job: Job) -> Iterator[Finding]:
     """
     layout, model, cluster = job.layout, job.model, job.cluster
     ring = layout.cp // layout.ulysses
+    if layout.cp % layout.ulysses or job.train.seq_len < layout.cp:  # what other rules refuse
+        return
     if cluster is None or ring == 1 or layout.cp_method != "ring" or model.mla is not None:
         return
     dtype = "bfloat16" if job.train.dtype == "auto" else job.train.dtype

@@ -109,9 +109,12 @@ def unbalanced(job: Job) -> Iterator[Finding]:
     message = "nothing balances the experts: neither aux_loss nor correction"
     if layout.ep > 1:
         share = moe.experts // layout.ep
+        # A token goes to an expert once, so to no more of a rank than the rank has.
+        worst = layout.ep * min(share, moe.topk) / moe.topk
+        experts = "1 expert" if share == 1 else f"{share} experts"
         message += (
-            f"; at worst one of {layout.ep} ranks of ep, with {share} experts, gets "
-            f"{layout.ep} times an even share of rows"
+            f"; at worst one of {layout.ep} ranks of ep, with {experts}, gets "
+            f"{worst:.3g} times an even share of rows"
         )
     suggest = {"model.moe.aux_loss": 0.01}
     yield Finding("warning", "experts-unbalanced", message, "model.moe.aux_loss", 0.0, suggest)

@@ -74,9 +74,11 @@ _SIZES = ("layers", "hidden", "heads", "vocab")
 # fmt: off
 _COUNTS = {
     "layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "head_dim", "seq", "window",
-    "full_every", "experts", "topk", "every", "shared_ffn", "kv_rank", "q_rank", "nope_dim",
-    "rope_dim", "v_dim", "original",
+    "full_every", "experts", "topk", "every", "shared_ffn", "groups", "topk_groups", "kv_rank",
+    "q_rank", "nope_dim", "rope_dim", "v_dim", "original",
 }
+#: And those that may count nothing.
+_COUNTS_OR_NONE = {"shared", "first_dense"}
 # fmt: on
 
 
@@ -362,8 +364,9 @@ def _model_fields(
                 nested[key] = inner(**whole)
     result = check_fields(cls, flat, where, findings)
     for key, value in result.items():
-        if key in _COUNTS and value is not None and value < 1:
-            findings.append(error(f"{where}.{key}", value, f"{key} {value} is below 1", 1))
+        low = 1 if key in _COUNTS else 0
+        if key in _COUNTS | _COUNTS_OR_NONE and value is not None and value < low:
+            findings.append(error(f"{where}.{key}", value, f"{key} {value} is below {low}", low))
         if key == "layers" and value > MOST_LAYERS:
             message = f"more than {MOST_LAYERS} layers"
             findings.append(error(f"{where}.{key}", value, message, MOST_LAYERS))

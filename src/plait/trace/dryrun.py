@@ -125,8 +125,8 @@ def _route_evenly(program: Program) -> None:
         for moe in mixtures(module):
             counts = list(even(job))
             mine = counts[: len(counts) // job.layout.ep]  # on the first rank, from each
-            moe.experts.count = lambda _, counts=counts: counts
-            moe.dispatch.read = lambda told, mine=mine: [[mine] * told.shape[1]] * told.shape[0]
+            come = [[mine] * job.layout.ep] * job.layout.etp
+            moe.dispatch.read = lambda *_, told=(counts, come): told
 
 
 def _settle(program: Program) -> None:

@@ -1,7 +1,7 @@
 """The program of one rank: a model under a layout, and its step.
 
 `plait train` runs it, the parity harness compares it, `plait dryrun` runs it with fake tensors:
-nothing in a step reads a value back from the device.
+nothing in a step reads a value back from the device but each mixture the sizes of its messages.
 """
 
 from collections.abc import Sequence

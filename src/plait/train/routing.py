@@ -45,9 +45,9 @@ def taken(model: Model, modules: Iterable[Transformer], device: str) -> Tensor:
 
     Every choice is in it on one rank only, so ranks add up. Empty for a model without mixtures.
     """
-    if model.moe is None:
-        return torch.zeros(0, dtype=torch.float64, device=device)
     layers = moe_layers(model)
+    if not layers:  # or all its layers are dense, as the first of a deeper model may be
+        return torch.zeros(0, dtype=torch.float64, device=device)
     row = {layer: i for i, layer in enumerate(layers)}
     table = torch.zeros(len(layers), 2 * model.moe.experts + 2, dtype=torch.float64, device=device)
     for module in modules:
@@ -61,9 +61,10 @@ def taken(model: Model, modules: Iterable[Transformer], device: str) -> Tensor:
 
 def routing_of(model: Model, total: Tensor, tokens: int) -> Routing | None:
     """What the sum of `taken` over all ranks says; tokens: valid ones of the global batch."""
-    if model.moe is None:
+    layers = moe_layers(model)
+    if not layers:
         return None
-    experts, layers = model.moe.experts, moe_layers(model)
+    experts = model.moe.experts
     rows = total.view(len(layers), -1).tolist()
     return Routing(
         layers,
