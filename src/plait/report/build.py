@@ -6,37 +6,19 @@ imports torch.
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import lcm
 from typing import Any
 
 from plait.cost.context import imbalance
+from plait.cost.links import far_axes
 from plait.cost.memory import memory
+from plait.cost.reserve import context_bytes, fullest, reserved_bytes
 from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
 from plait.spec.chunks import chunk_layers
 from plait.spec.findings import Finding
-from plait.spec.grid import (
-    FLATTENED,
-    Grid,
-    dense_grid,
-    expert_grid,
-    expert_traffic_grid,
-    traffic_grid,
-)
+from plait.spec.grid import Grid, dense_grid, expert_grid
 from plait.spec.job import Job
 from plait.spec.parameters import active_count, parameter_count
-
-#: What the caching allocator holds beyond what is allocated: blocks are rounded, and freed ones do
-#: not always suit the next request. States are allocated once and leave no holes, so it is a
-#: share of what comes and goes. An estimate; on a device it is
-#: max_memory_reserved - max_memory_allocated.
-ALLOCATOR_SHARE = 0.1
-#: CUDA's context and loaded kernels, bytes. An estimate (0.5 to 1.5 GB are reported); on a device
-#: it is what nvidia-smi shows beyond memory_reserved before the first collective.
-CONTEXT_BYTES = 768 * 2**20
-#: NCCL's channel buffers of one communicator, bytes. An estimate (1 to 4 GB are reported for
-#: programs with many groups).
-COMMUNICATOR_BYTES = 256 * 2**20
 
 _TIMES = (
     "step_seconds",
@@ -49,7 +31,6 @@ _TIMES = (
     "mfu",
 )
 _BUBBLES = ("step_total", "step_ideal", "span_total", "span_ideal")
-_STATES = ("parameters", "gradients", "optimizer")
 
 
 def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -121,24 +102,17 @@ def _bubble(job: Job) -> dict[str, float]:
 
 
 def _memory(job: Job) -> dict[str, Any]:
-    rows = [asdict(row) for row in memory(job)]
-    fullest = max(rows, key=lambda row: row["total"])
+    rows = memory(job)
+    peak = fullest(rows)
+    reserved, context = reserved_bytes(peak), context_bytes(job.layout)
     device = job.cluster.memory if job.cluster else None
-    passing = fullest["total"] - sum(fullest[name] for name in _STATES)
-    layout = job.layout
-    # A communicator for each axis, for the whole world, and for what several axes are made of.
-    sizes = (layout.tp, layout.cp, layout.fsdp, layout.dp_replicate, layout.pp, layout.world)
-    communicators = sum(size > 1 for size in sizes)
-    reserved = round(passing * ALLOCATOR_SHARE)
-    context = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
-    used = fullest["total"] + reserved + context
     return {
         "device_bytes": device,
-        "peak_bytes": fullest["total"],
+        "peak_bytes": peak.total,
         "reserved_bytes": reserved,
         "context_bytes": context,
-        "margin_bytes": None if device is None else device - used,
-        "by_stage": rows,
+        "margin_bytes": None if device is None else device - peak.total - reserved - context,
+        "by_stage": [asdict(row) for row in rows],
     }
 
 
@@ -149,24 +123,6 @@ def _unknown_memory(job: Job) -> dict[str, Any]:
 
 
 def _traffic(job: Job) -> list[dict[str, Any]]:
-    ledger, grids = traffic(job), (traffic_grid(job.layout), expert_traffic_grid(job.layout))
-    axes = {entry.axis for entry in ledger.entries}
-    far = {axis for axis in axes if _leaves_domain(job, grids[axis in _OF_EXPERTS], axis)}
+    ledger = traffic(job)
+    far = far_axes(job.layout, job.cluster, {entry.axis for entry in ledger.entries})
     return [asdict(row) for row in ledger.rows(inter_node=far)]
-
-
-_OF_EXPERTS = ("etp", "ep", "edp")
-
-
-def _leaves_domain(job: Job, grid: Grid, axis: str) -> bool:
-    """Whether some group of an axis has members that only slow links join."""
-    if job.cluster is None:
-        return False
-    axes = grid.axes if axis == "world" else FLATTENED.get(axis, (axis,))
-    if axis == "fsdp":
-        axes = ("ulysses", *axes)
-    # How groups lie in domains repeats with the extent of a group and of a domain.
-    extent = max(grid.stride(a) * grid.size(a) for a in axes)
-    ranks = range(min(grid.world, lcm(extent, job.cluster.fast_domain)))
-    firsts = (r for r in ranks if not any(grid.coordinate(r)[a] for a in axes))
-    return any(job.cluster.crosses(grid.group(first, *axes)) for first in firsts)
