@@ -1,7 +1,6 @@
 """plait dryrun: one rank of a layout under fake tensors, held against the formulas."""
 
-from plait.cli.arguments import job_parser, load_job, model_or_file, parse
-from plait.cli.explain import show
+from plait.cli.explain import ask, show
 from plait.spec.findings import UserError
 
 _WORDS = """\
@@ -11,10 +10,7 @@ compare what it sends and holds with what `plait explain` says. Exit code 1: the
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    usage = "MODEL --gpus GPU:COUNT [--tp N] ...  |  plait dryrun JOB.toml ..."
-    given, words, findings = parse(argv, job_parser("dryrun", usage, _WORDS))
-    file, model, more = model_or_file(words)
-    job, found = load_job("plan", given, [*findings, *more], file=file, model=model)
+    given, job, found = ask("dryrun", _WORDS, argv)
     errors = [f for f in found if f.level == "error"]
     if errors:  # an illegal layout can be explained, but not run
         raise UserError(errors)
@@ -22,5 +18,5 @@ def run(argv: list[str]) -> int:
     from plait.trace.dryrun import dryrun
 
     answer = dryrun(job, found)
-    show(answer, given["json"])
+    show(answer, job, given)
     return 0 if answer["agree"] else 1

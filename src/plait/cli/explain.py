@@ -1,8 +1,13 @@
 """plait explain: what a layout holds, sends and takes, from formulas alone."""
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from plait.cli.arguments import job_parser, load_job, model_or_file, parse
+from plait.cli.arguments import FLAGS, job_parser, load_job, model_or_file, parse
+from plait.cli.files import outputs, write
+from plait.spec.findings import Finding
+from plait.spec.job import Job
 
 _WORDS = """\
 Say what a layout holds, sends and takes, from formulas, in no time and without a device. By
@@ -12,25 +17,64 @@ states, ZeRO-1. Exit code 1: it does not fit, or is illegal. Flags are stronger 
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    usage = "MODEL --gpus GPU:COUNT [--tp N] ...  |  plait explain JOB.toml ..."
-    given, words, findings = parse(argv, job_parser("explain", usage, _WORDS))
-    file, model, more = model_or_file(words)
-    job, found = load_job("plan", given, [*findings, *more], file=file, model=model)
+    given, job, found = ask("explain", _WORDS, argv)
 
     from plait.report.build import report
 
     answer = report(job, found)
-    show(answer, given["json"])
+    show(answer, job, given)
     illegal = any(f.level == "error" for f in found)
     return int(illegal or answer["fits"] is False)
 
 
-def show(answer: dict, as_json: bool) -> None:
-    """A REPORT on stdout, for people or as one JSON object."""
-    if as_json:
-        print(json.dumps(answer, default=str))
-        return
+def ask(
+    command: str, words: str, argv: Sequence[str]
+) -> tuple[Mapping[str, Any], Job, list[Finding]]:
+    """The question of a command that answers with a REPORT: its flags, the job, what the rules say
+    of it.
 
+    Raises:
+        UserError: every problem of arguments, file and fields, the page's file among them.
+    """
+    usage = f"MODEL --gpus GPU:COUNT [--tp N] ...  |  plait {command} JOB.toml ..."
+    parser = job_parser(command, usage, words)
+    parser.add_argument("--html", metavar="FILE", help="write the answer as a page there, too")
+    given, subjects, findings = parse(argv, parser, FLAGS | {"--html": "html"})
+    file, model, more = model_or_file(subjects)
+    findings = [*findings, *more, *outputs(given, ["html"])]
+    fields = {path: text for path, text in given.items() if path != "html"}
+    job, found = load_job("plan", fields, findings, file=file, model=model)
+    return given, job, found
+
+
+def show(answer: dict[str, Any], job: Job, given: Mapping[str, Any]) -> None:
+    """A REPORT on stdout, for people or as one JSON object, and as a page where one was asked for.
+
+    Raises:
+        UserError: the page cannot be written.
+    """
+    if "html" in given:
+        write(given, {"html": lambda path: path.write_text(_page(answer, job), "utf-8")})
+    print(json.dumps(answer, default=str) if given["json"] else _text(answer, job))
+
+
+def _page(answer: dict[str, Any], job: Job) -> str:
+    from plait.report.html import page
+    from plait.report.timeline import MOST, drawn
+
+    return page(answer, drawn(job, MOST) if _pipelined(answer, job) else None)
+
+
+def _text(answer: dict[str, Any], job: Job) -> str:
     from plait.report.text import render
 
-    print(render(answer))
+    if not _pipelined(answer, job):
+        return render(answer)
+    from plait.report.timeline import drawn
+
+    return render(answer, timeline=drawn(job))
+
+
+def _pipelined(answer: dict[str, Any], job: Job) -> bool:
+    """Whether there is a pipeline, and its step is known: it is not of an illegal layout."""
+    return job.layout.pp > 1 and answer["traffic"] is not None

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.arguments import parse, parser, superfluous
-from plait.cli.schedule_files import outputs
+from plait.cli.files import outputs
+from plait.cli.schedule_files import FILES
 from plait.schedules.auto import NAMED, SEARCHED
 from plait.schedules.build import build, problems
 from plait.schedules.check import check
@@ -118,7 +119,7 @@ def read(argv: Sequence[str]) -> tuple[dict[str, Any], Question]:
     # Like a field that is no true-or-false, a flag here must not stand without its value.
     flags = dict.fromkeys((f"--{name}" for name in _FLAGS), "model")
     given, words, findings = parse(argv, _parser(), flags)
-    findings = [*findings, *superfluous(words[1:]), *outputs(given)]
+    findings = [*findings, *superfluous(words[1:]), *outputs(given, FILES)]
     name, group, table = _name(words[:1], findings)
     sizes = {key: _whole(key, given.get(key), findings) for key in _SIZES}
     findings += _sizes(words, name, group, table, sizes, {f.where for f in findings})
