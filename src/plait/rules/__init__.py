@@ -1,6 +1,7 @@
 """What is illegal about a job, and what is legal and a pity."""
 
-from plait.rules import context, experts, legality, pipeline, pitfalls
+from plait.rules import context, experts, legality, links, memory, pipeline, pitfalls, repeats
+from plait.rules.neighbour import resolved
 from plait.spec.findings import Finding
 from plait.spec.job import Job
 
@@ -17,7 +18,8 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
         rules = legality.TRAIN_RULES + rules
     found = [finding for rule in rules for finding in rule(job)]
     if all(finding.level != "error" for finding in found):
-        ledger_rules = pipeline.LEDGER_RULES + context.LEDGER_RULES
+        # What takes a ledger to say is asked of jobs that have one.
+        job, ledger_rules = resolved(job), links.RULES + memory.RULES + repeats.RULES
         found += [finding for rule in ledger_rules for finding in rule(job)]
     order = ("error", "warning", "note")
     return sorted(found, key=lambda f: order.index(f.level))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from plait.rules.numbers import in_bytes, stream_bytes
-from plait.rules.pitfalls import leaves_domain, slow_links
 from plait.spec.findings import Finding, error
 from plait.spec.job import Job
 from plait.spec.layout import divisors, nearest
@@ -57,30 +56,6 @@ def routed_tokens(job: Job) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------------------------------
 # Costs
-
-
-def _mixtures(job: Job) -> int:
-    return sum(job.model.is_moe(layer) for layer in range(job.model.layers))
-
-
-def experts_beyond_fast_domain(job: Job) -> Iterator[Finding]:
-    """Every choice of every token travels to its expert and back, forward and backward."""
-    layout, cluster, moe = job.layout, job.cluster, job.model.moe
-    if moe is None or not leaves_domain(cluster, layout.etp, layout.ep, layout.world):
-        return
-    sent = 4 * moe.topk * stream_bytes(job) / layout.tp * (layout.ep - 1) / layout.ep
-    domain = cluster.fast_domain
-    fits = [e for e in divisors(layout.ep) if domain % (layout.etp * e) == 0]
-    message = (
-        f"ep {layout.ep} leaves the fast domain of {domain} devices: each mixture sends about "
-        f"{in_bytes(sent)} per rank and micro batch over {slow_links(cluster)}, if choices are even"
-    )
-    if cluster.nic:
-        total = sent * _mixtures(job) * job.train.accumulation / layout.pp
-        message += f" ({in_bytes(total)} a step, {total / cluster.nic * 1e3:.3g} ms)"
-    suggest = {"layout.ep": max(fits)} if fits else {}
-    where = "layout.ep"
-    yield Finding("warning", "ep-beyond-fast-domain", message, where, layout.ep, suggest)
 
 
 def cut_experts(job: Job) -> Iterator[Finding]:
@@ -153,7 +128,6 @@ def dropped_tokens(job: Job) -> Iterator[Finding]:
 
 RULES = (experts_to_spread, expert_counts, routed_tokens)
 PITFALLS = (
-    experts_beyond_fast_domain,
     cut_experts,
     unbalanced,
     balance_by_layout,

@@ -1,5 +1,6 @@
 """Numbers in what the rules say: estimates that show how much is at stake."""
 
+from plait.spec.cluster import Cluster
 from plait.spec.job import DTYPE_BYTES, Job
 
 
@@ -8,6 +9,10 @@ def in_bytes(n: float) -> str:
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return f"{n:.0f} bytes"
+
+
+def in_time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def element_bytes(job: Job) -> int:
@@ -21,3 +26,23 @@ def stream_bytes(job: Job) -> int:
     layout = job.layout
     tokens = layout.micro_batch * job.train.seq_len // layout.cp
     return tokens * job.model.hidden * element_bytes(job)
+
+
+def leaves_domain(cluster: Cluster | None, inner: int, degree: int, world: int) -> bool:
+    """Whether some group of `degree` ranks, `inner` apart, leaves the fast domain."""
+    if cluster is None or degree == 1 or world <= cluster.fast_domain:
+        return False
+    return cluster.fast_domain % (inner * degree) != 0
+
+
+def beyond(cluster: Cluster, extent: int) -> str:
+    """How groups over `extent` ranks in a row leave the fast domain."""
+    domain = f"the fast domain of {cluster.fast_domain} devices"
+    return f"leaves {domain}" if extent > cluster.fast_domain else f"does not divide {domain}"
+
+
+def slow_links(cluster: Cluster) -> str:
+    """The slow link in words, with its speed where it is known."""
+    if cluster.nic is None:
+        return "the slow links"
+    return f"links of {cluster.nic / 1e9:.0f} GB/s instead of {cluster.link / 1e9:.0f} GB/s"

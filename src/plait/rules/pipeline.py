@@ -1,14 +1,12 @@
 """Pipelines: which are illegal, and which cost more than they need."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from plait.cost.flops import chunk_flops
-from plait.cost.ledger import MEMORY_TOLERANCE, StageMemory
-from plait.cost.memory import memory_by_stage
 from plait.planner.partition import by_cost, placement
-from plait.rules.numbers import element_bytes, in_bytes, stream_bytes
+from plait.rules.numbers import element_bytes, in_bytes
 from plait.schedules.build import problems
 from plait.schedules.check import check
 from plait.schedules.job import TIMED, split_name, table_of, timeline
@@ -167,49 +165,6 @@ def _shown(stages: tuple[int, ...]) -> str:
 RULES = (chunks_have_layers, stages_partition, schedule_suits, table_in_file)
 
 
-def recompute_frees(job: Job) -> Iterator[Finding]:
-    """Where weight gradients are put off, recomputation has to free something by then.
-
-    A weight gradient needs its map's input: from I to W that is held whether it was kept since
-    the forward or made again. What recomputation frees is held from F to I alone.
-    """
-    layout = job.layout
-    if layout.pp == 1 or layout.recompute == "none" or not table_of(job).split:
-        return
-    dtype = job.train.dtype
-    if dtype == "auto":
-        dtype = "float32" if job.cluster is None else "bfloat16"
-    job = replace(job, train=replace(job.train, dtype=dtype))
-    kept = replace(job, layout=replace(layout, recompute="none"))
-    passing = []
-    for rows in zip(memory_by_stage(job), memory_by_stage(kept), strict=True):
-        with_, without = map(_most, rows)
-        if with_ < (1 - MEMORY_TOLERANCE) * without:
-            return
-        passing.append((with_, without))
-    with_, without = most = max(passing)
-    stage = passing.index(most)
-    message = (
-        f"recompute {layout.recompute} frees nothing under {layout.schedule}, which puts weight "
-        f"gradients off and holds what they need: beside the states stage {stage} has "
-        f"{in_bytes(with_)} with it and {in_bytes(without)} without"
-    )
-    where = "layout.recompute"
-    yield error(where, layout.recompute, message, "none", "recompute-frees-nothing")
-
-
-def _most(rows: Sequence[StageMemory]) -> int:
-    """The most that a stage holds beside parameters, gradients, optimizer states."""
-    return max(
-        row.total - row.parameters - row.gradients - row.optimizer
-        for row in rows
-        if row.moment != "optimizer"
-    )
-
-
-#: What takes a ledger to say, and is asked of jobs that are legal otherwise.
-LEDGER_RULES = (recompute_frees,)
-
 # ------------------------------------------------------------------------------------------
 # A pity
 
@@ -247,6 +202,10 @@ def bubble(job: Job) -> Iterator[Finding]:
         suggest = {}
     elif _name(job) not in TIMED:
         message += f", with {more} {timeline(other).bubble['step_total']:.0%}"
+    looped = replace(job, layout=replace(layout, schedule="interleaved-1f1b", vpp=2, stages=None))
+    if layout.schedule == "1f1b" and legal(looped):
+        then = timeline(looped).bubble["step_total"]
+        message += f"; interleaved-1f1b with vpp 2 {then:.0%}, for twice the messages"
     where = "train.accumulation"
     yield Finding("warning", "pipeline-bubble", message, where, m, suggest)
 
@@ -292,22 +251,4 @@ def two_copies(job: Job) -> Iterator[Finding]:
     yield Finding("warning", "two-copies", message, "layout.schedule", "dualpipe", suggest)
 
 
-def many_messages(job: Job) -> Iterator[Finding]:
-    """Each chunk more is a border more that every micro batch crosses, there and back."""
-    layout, cluster, m = job.layout, job.cluster, job.train.accumulation
-    if layout.pp == 1 or layout.vpp == 1 or cluster is None or cluster.nic is None:
-        return
-    inner = layout.world // layout.pp
-    if cluster.fast_domain % (2 * inner) == 0 or layout.world <= cluster.fast_domain:
-        return  # neighbours share a fast domain, most of them
-    rows = stream_bytes(job) / (layout.tp if layout.sequence_parallel else 1)
-    sent = 2 * m * rows * layout.vpp
-    message = (
-        f"vpp {layout.vpp}: each rank sends about {in_bytes(sent)} a step to its neighbours "
-        f"over {cluster.nic / 1e9:.0f} GB/s ({sent / cluster.nic * 1e3:.3g} ms), "
-        f"{layout.vpp} times what one chunk a rank does"
-    )
-    yield Finding("note", "pipeline-messages", message, "layout.vpp", layout.vpp, {})
-
-
-PITFALLS = (bubble, uneven_stages, two_copies, many_messages)
+PITFALLS = (bubble, uneven_stages, two_copies)

@@ -142,7 +142,8 @@ def _build(cls: type, given: dict[str, Any], where: str) -> Any:
             findings.append(error(f"{where}.{field.name}", None, "is missing"))
     if cls is Cluster:
         values.setdefault("nic", None)
-        for name in ("devices", "node", "fast_domain", "memory", "memory_bandwidth", "link", "nic"):
+        above_0 = ("devices", "node", "fast_domain", "memory", "memory_bandwidth", "link", "nic")
+        for name in (*above_0, "peer"):
             value = values.get(name)
             if value is not None and value <= 0:
                 findings.append(error(f"{where}.{name}", value, f"{value} is not above 0", 1))
