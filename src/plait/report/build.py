@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from plait.cost.context import imbalance
+from plait.cost.device import context_bytes, fullest, reserved_bytes
 from plait.cost.links import far_axes
 from plait.cost.memory import memory
-from plait.cost.reserve import context_bytes, fullest, reserved_bytes
 from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
 from plait.spec.chunks import chunk_layers

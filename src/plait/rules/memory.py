@@ -8,9 +8,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+from plait.cost.device import fullest
 from plait.cost.ledger import MEMORY_CLASSES, MEMORY_TOLERANCE, StageMemory
 from plait.cost.memory import memory, memory_by_stage
-from plait.cost.reserve import fullest
 from plait.rules.legality import legal_tp
 from plait.rules.neighbour import computing, needed, neighbour, on_the_way, sent, with_reserve
 from plait.rules.numbers import in_bytes

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from plait.cost.device import context_bytes, fullest, reserved_bytes
 from plait.cost.flops import chunk_flops
 from plait.cost.ledger import StageMemory
 from plait.cost.links import far_axes
 from plait.cost.memory import memory
-from plait.cost.reserve import context_bytes, fullest, reserved_bytes
 from plait.cost.traffic import traffic
 from plait.planner.partition import placement
 from plait.rules import context, experts, legality, pipeline
