@@ -1,39 +1,36 @@
-"""Device memory that no tensor is: what the allocator holds beyond them, and the context.
+"""What a device must have beside what a formula counts: one number, fitted on runs.
 
-Estimates, each with how to measure it on a device; the report shows them apart from the ledger.
+Nobody's formula counts everything that takes device memory: the context of the driver, buffers of
+the communication library, blocks that the caching allocator keeps and cannot use. A reserve stands
+for all of it. It is fitted on runs that ran, and only on them: who has room to spare says little,
+who ran with little says how small the rest can be.
 """
 
 from collections.abc import Iterable
-
-from plait.cost.ledger import StageMemory
-from plait.spec.layout import Layout
-
-#: What the caching allocator holds beyond what is allocated: blocks are rounded, and freed ones do
-#: not always suit the next request. States are allocated once and leave no holes, so it is a
-#: share of what comes and goes. An estimate; on a device it is
-#: max_memory_reserved - max_memory_allocated.
-ALLOCATOR_SHARE = 0.1
-#: CUDA's context and loaded kernels, bytes. An estimate (0.5 to 1.5 GB are reported); on a device
-#: it is what nvidia-smi shows beyond memory_reserved before the first collective.
-CONTEXT_BYTES = 768 * 2**20
-#: NCCL's channel buffers of one communicator, bytes. An estimate (1 to 4 GB are reported for
-#: programs with many groups).
-COMMUNICATOR_BYTES = 256 * 2**20
+from math import floor
 
 
-def fullest(rows: Iterable[StageMemory]) -> StageMemory:
-    """The moment at which some stage holds most."""
-    return max(rows, key=lambda row: row.total)
+def fitted_reserve(rooms: Iterable[float], refused: float = 0.1) -> float:
+    """The largest reserve under which a further run like these is wrongly refused with a
+    probability of at most `refused`.
+
+    It is the k-th smallest of n rooms, k = floor(refused (n + 1)): of n + 1 runs in any order, the
+    last is among the k - 1 that have less with a probability of at most k / (n + 1) (conformal
+    prediction; Vovk, Gammerman and Shafer 2005, section 2.2).
+
+    Args:
+        rooms: of runs that ran, what the device has beyond what the formula counts, bytes.
+
+    Raises:
+        ValueError: too few runs for `refused`: fewer than 9 for one in ten.
+    """
+    ordered = sorted(rooms)
+    k = floor(refused * (len(ordered) + 1))
+    if k < 1:
+        raise ValueError(f"{len(ordered)} runs are too few to refuse {refused} of them")
+    return ordered[k - 1]
 
 
-def reserved_bytes(peak: StageMemory) -> int:
-    """What the allocator holds beyond the tensors of the fullest moment."""
-    passing = peak.total - peak.parameters - peak.gradients - peak.optimizer
-    return round(passing * ALLOCATOR_SHARE)
-
-
-def context_bytes(layout: Layout) -> int:
-    """The context and the communicators: one for each axis, for the whole world, and for what
-    several axes are made of."""
-    sizes = (layout.tp, layout.cp, layout.fsdp, layout.dp_replicate, layout.pp, layout.world)
-    return CONTEXT_BYTES + sum(size > 1 for size in sizes) * COMMUNICATOR_BYTES
+def fits(counted: float, device: float, reserve: float) -> bool:
+    """Whether what a formula counts, and the reserve, go into a device; bytes."""
+    return counted + reserve <= device
