@@ -13,9 +13,6 @@ from plait.spec.layout import Layout
 Row = dict[str, Any]
 Report = dict[str, Any]
 
-#: Axes of the ledger that lie on the expert grid.
-OF_EXPERTS = ("etp", "ep", "edp")
-
 
 class Axis(NamedTuple):
     """Ranks that are `size` in number and `stride` apart: a group of an axis."""
@@ -164,25 +161,22 @@ def busiest_stage(report: Report) -> int:
 # Flags
 
 
-def flags(report: Report) -> str:
-    """The layout and the batch as flags of plait: what differs from a layout of one rank, and how
-    data-parallel ranks are used."""
-    return shlex.join(_flags(report))
-
-
-def _flags(report: Report) -> Iterator[str]:
+def flags(report: Report) -> Iterator[str]:
+    """The layout and the batch as flags of plait, each with its value: what differs from a layout
+    of one rank, and how data-parallel ranks are used."""
     layout, batch = report["layout"], report["batch"]
     defaults = {f.name: f.default for f in fields(Layout)}
     defaults |= {"sequence_parallel": layout["tp"] > 1, "dp_replicate": None, "dp_shard": None}
+    if layout["pp"] == 1:  # what only a pipeline has
+        defaults |= {name: layout[name] for name in ("schedule", "stages")}
     for name, value in layout.items():
-        if value is None or value == defaults[name] or (name == "stages" and layout["pp"] == 1):
-            continue
-        if name == "schedule" and layout["pp"] == 1:
-            continue
-        yield f"--{name.replace('_', '-')}"
-        if isinstance(value, list | tuple):
-            yield ",".join(map(str, value))
-        else:
-            yield str(value).lower() if isinstance(value, bool) else str(value)
+        if value is not None and value != defaults[name]:
+            yield f"--{name.replace('_', '-')} {_flag_value(value)}"
     for name, key in (("seq-len", "seq_len"), ("global-batch", "global"), ("dtype", "dtype")):
-        yield from (f"--{name}", str(batch[key]))
+        yield f"--{name} {batch[key]}"
+
+
+def _flag_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))
