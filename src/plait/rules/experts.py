@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from plait.rules.numbers import in_bytes, stream_bytes
 from plait.spec.findings import Finding, error
 from plait.spec.job import Job
 from plait.spec.layout import divisors, nearest
@@ -58,24 +57,6 @@ def routed_tokens(job: Job) -> Iterator[Finding]:
 # Costs
 
 
-def cut_experts(job: Job) -> Iterator[Finding]:
-    """etp sends every row to all its ranks, and each makes a narrower product."""
-    layout, moe = job.layout, job.model.moe
-    if moe is None or layout.etp == 1:
-        return
-    rows = moe.topk * stream_bytes(job) / layout.tp
-    sent, whole = 4 * rows * (layout.etp - 1), layout.ep * layout.etp
-    message = (
-        f"etp {layout.etp}: each mixture sends about {in_bytes(sent)} per rank and micro batch "
-        f"more, and its products are {moe.ffn // layout.etp} columns wide instead of {moe.ffn}"
-    )
-    suggest = {}
-    if moe.experts % whole == 0:
-        message += f"; ep {whole} holds as little and sends each row once"
-        suggest = {"layout.etp": 1, "layout.ep": whole}
-    yield Finding("warning", "experts-are-cut", message, "layout.etp", layout.etp, suggest)
-
-
 def unbalanced(job: Job) -> Iterator[Finding]:
     """Left alone, a router sends most tokens to few experts, and all ranks wait for theirs."""
     moe, layout = job.model.moe, job.layout
@@ -128,7 +109,6 @@ def dropped_tokens(job: Job) -> Iterator[Finding]:
 
 RULES = (experts_to_spread, expert_counts, routed_tokens)
 PITFALLS = (
-    cut_experts,
     unbalanced,
     balance_by_layout,
     dropped_tokens,

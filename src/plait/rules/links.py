@@ -66,7 +66,8 @@ def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     inside = [t for t in legal_tp(job.model) if t < layout.tp and domain % t == 0]
     found = better(job, ({where: t} for t in reversed(inside)), on_the_way)
     if found:
-        message += f", with tp {found[1][where]} {in_bytes(sent_far(found[0]))} over slow links"
+        far = sent_far(found[0])
+        message += f"; with tp {found[1][where]} {in_bytes(far)} in all go over slow links"
     suggest = found[1] if found else {}
     yield Finding("warning", "tp-beyond-fast-domain", message, where, layout.tp, suggest)
 
@@ -118,10 +119,13 @@ def experts_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     )
     where, domain = "layout.ep", cluster.fast_domain
     inside = [e for e in divisors(layout.ep) if domain % (layout.etp * e) == 0 and e < layout.ep]
-    found = better(job, ({where: e} for e in reversed(inside)), on_the_way)
+    options: list[dict[str, Any]] = [{where: e} for e in reversed(inside)]
+    if layout.etp > 1 and domain % layout.ep == 0:  # whole experts, on as many groups
+        options.insert(0, {"layout.etp": 1})
+    found = better(job, options, on_the_way)
     if found:
-        more = sent_far(found[0])
-        message += f"; with ep {found[1][where]} all that leaves the domain is {in_bytes(more)}"
+        etp, ep, far = found[0].layout.etp, found[0].layout.ep, sent_far(found[0])
+        message += f"; with etp {etp}, ep {ep} all that leaves the domain is {in_bytes(far)}"
     else:
         message += "; with fewer ranks the gradients of more experts would take as long, or no room"
     suggest = found[1] if found else {}

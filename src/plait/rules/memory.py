@@ -182,7 +182,7 @@ def _repeated(job: Job, kept: Job) -> str:
     if not again or not once or again == once:
         return ""
     more = sent(job) - sent(kept)
-    said = f", and a step has {again / once - 1:.0%} more operations"
+    said = f", and with it a step has {again / once - 1:.0%} more operations"
     return said + (f" and sends {in_bytes(more)} more a rank" if more else "")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from plait.cost.pipeline import shared
 from plait.rules.context import tokens_bytes
 from plait.rules.neighbour import better, fits, needed, neighbour, sent
-from plait.rules.numbers import element_bytes, in_bytes
+from plait.rules.numbers import element_bytes, in_bytes, stream_bytes
 from plait.schedules.job import table_of
 from plait.spec.findings import Finding
 from plait.spec.job import Job
@@ -61,6 +61,27 @@ def kv_replication(job: Job) -> Iterator[Finding]:
     found = neighbour(job, {where: kv})
     suggest = found[1] if found and (fits(found[0]) or not fits(job)) else {}
     yield Finding("note", "kv-replication", message, where, tp, suggest)
+
+
+def cut_experts(job: Job) -> Iterator[Finding]:
+    """etp sends every row to all its ranks, and each makes a narrower product."""
+    layout, moe = job.layout, job.model.moe
+    if moe is None or layout.etp == 1:
+        return
+    more = 4 * moe.topk * stream_bytes(job) / layout.tp * (layout.etp - 1)
+    message = (
+        f"etp {layout.etp}: each mixture sends about {in_bytes(more)} per rank and micro batch "
+        f"more, and its products are {moe.ffn // layout.etp} columns wide instead of {moe.ffn}"
+    )
+    whole = {"layout.etp": 1}
+    options = [whole | {"layout.ep": layout.ep * layout.etp}, whole]
+    found = better(job, options, lambda job: sent(job, "ep", "etp"))
+    if found:
+        other, n = found[0].layout, sent(found[0], "ep", "etp")
+        message += f"; etp 1 with ep {other.ep} sends {in_bytes(n)} a step instead of "
+        message += in_bytes(sent(job, "ep", "etp"))
+    suggest = found[1] if found else {}
+    yield Finding("warning", "experts-are-cut", message, "layout.etp", layout.etp, suggest)
 
 
 def tied_over_stages(job: Job) -> Iterator[Finding]:
@@ -121,4 +142,10 @@ def context_without_need(job: Job) -> Iterator[Finding]:
     yield Finding("warning", "cp-without-need", message, where, layout.cp, found[1])
 
 
-RULES = (accumulation_traffic, kv_replication, tied_over_stages, context_without_need)
+RULES = (
+    accumulation_traffic,
+    kv_replication,
+    cut_experts,
+    tied_over_stages,
+    context_without_need,
+)
