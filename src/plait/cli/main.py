@@ -20,6 +20,7 @@ COMMANDS = {
     "explain": "what a layout holds, sends and takes, without running it",
     "dryrun": "run one rank of a layout without a device, and compare with `explain`",
     "schedule": "a pipeline schedule, simulated and drawn",
+    "tables": "the tables of the field, computed for a model",
     "presets": "the models, clusters and schedules that have names",
 }
 
