@@ -12,8 +12,10 @@ from plait.cost.context import imbalance
 from plait.cost.device import context_bytes, fullest, reserved_bytes
 from plait.cost.links import far_axes
 from plait.cost.memory import memory
+from plait.cost.recipes import recipe_of
 from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
+from plait.spec.buckets import shards_of
 from plait.spec.chunks import chunk_layers
 from plait.spec.findings import Finding
 from plait.spec.grid import Grid, dense_grid, expert_grid
@@ -112,12 +114,32 @@ def _memory(job: Job) -> dict[str, Any]:
         "reserved_bytes": reserved,
         "context_bytes": context,
         "margin_bytes": None if device is None else device - peak.total - reserved - context,
+        "recipe": _recipe(job),
         "by_stage": [asdict(row) for row in rows],
     }
 
 
+def _recipe(job: Job) -> dict[str, Any]:
+    """Bytes of model states a parameter, of those of experts apart: they lie on other ranks."""
+
+    def row(expert: bool) -> dict[str, Any]:
+        recipe = recipe_of(job, expert)
+        parts = {name: getattr(recipe, name) for name in ("weights", "gradients", "optimizer")}
+        shards = shards_of(job.layout, expert) if recipe.zero else 1
+        return parts | {"total": recipe.total, "formula": recipe.formula(), "shards": shards}
+
+    return {"dense": row(False), "experts": row(True) if job.model.moe else None}
+
+
 def _unknown_memory(job: Job) -> dict[str, Any]:
-    unknown = ("peak_bytes", "reserved_bytes", "context_bytes", "margin_bytes", "by_stage")
+    unknown = (
+        "peak_bytes",
+        "reserved_bytes",
+        "context_bytes",
+        "margin_bytes",
+        "recipe",
+        "by_stage",
+    )
     device = job.cluster.memory if job.cluster else None
     return {"device_bytes": device} | dict.fromkeys(unknown)
 
