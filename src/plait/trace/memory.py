@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from plait.cost.ledger import MEMORY_CLASSES, StageMemory
+from plait.cost.tape import Tape
 from plait.train.program import Program
 
 #: Moment of a step by the phase of the program. From head to loss and back it is "loss".
@@ -44,13 +45,16 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         current: class -> bytes now, without what ZeRO-3 has gathered.
-        peaks: moment -> class -> bytes, when their sum was largest in that moment.
+        peaks: moment -> class -> bytes, when their sum was largest in that moment; since the last
+            cut, if there was one.
+        before: class -> bytes at the last cut, or at the beginning.
     """
 
     def __init__(self, program: Program):
         super().__init__()
         self.program, self.scope = program, program.mesh.scope
         self.buckets = program.engine.buckets
+        self.scattered = [b for b in self.buckets if b.zero >= 2]
         self.current = dict.fromkeys(MEMORY_CLASSES, 0)
         self.peaks: dict[str, dict[str, int]] = {}
         self.known: dict[int, tuple[str, int]] = {}  # storage -> (class, bytes)
@@ -76,8 +80,20 @@ class MemoryTracker(TorchDispatchMode):
             for module in self.program.modules.values()
             if module.head is not None
         ]
+        self.before = self._held()
         self._note()
         return super().__enter__()
+
+    def cut(self) -> Tape:
+        """What has happened since the last cut, on a tape that began with nothing."""
+        tape, before, now = Tape(), self.before, self._held()
+        tape.now = {kind: n - before[kind] for kind, n in now.items()}
+        tape.total = sum(tape.now.values())
+        for moment, peak in self.peaks.items():
+            tape.peaks[moment] = {kind: n - before[kind] for kind, n in peak.items()}
+            tape.most[moment] = sum(tape.peaks[moment].values())
+        self.before, self.peaks = now, {}
+        return tape
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
@@ -139,21 +155,23 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note(self) -> None:
         """Takes the new sizes into the peak of the moment."""
-        gathered = 0
-        for b in self.buckets:
-            if b.zero < 2:
-                continue
-            if b.zero == 3 and b.gathered:
-                gathered += b.full.untyped_storage().nbytes()
+        for b in self.scattered:
             if b.whole is not None:
                 self._move(b.whole, "buffers")
             if b.reduction is not None:
                 self._move(b.reduction[1], "buffers")
-        now = self.current | {"gathered": gathered}
+        now = self._held()
         moment = "loss" if self.scope.in_head else MOMENTS[self.scope.phase]
         # The later of two equals: a buffer is known for one only after it has been made.
         if sum(now.values()) >= sum(self.peaks.get(moment, {}).values()):
             self.peaks[moment] = now
+
+    def _held(self) -> dict[str, int]:
+        """Class -> bytes now."""
+        gathered = sum(
+            b.full.untyped_storage().nbytes() for b in self.scattered if b.zero == 3 and b.gathered
+        )
+        return self.current | {"gathered": gathered}
 
     # -- the answer
 

@@ -5,7 +5,7 @@ nothing can be sent past it, in a live run or in a dry one.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.cost.ledger import TrafficLedger
+from plait.parallel.collectives import Axis
 from plait.parallel.mesh import Mesh
 
 #: Operation -> (what the ledger calls it, where its message is: an argument's index or "result").
@@ -48,10 +49,38 @@ _OPERATIONS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL}
 #: What moves no message of its own: the receiving side, waiting, and meeting without data.
 _SILENT = {"recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd", "barrier"}
 _SILENT |= {"monitored_barrier_"}
+#: Where c10d names the other side of a message: the position among the arguments.
+_PEER = 2
+#: Where an all-to-all has the sizes of its pieces; none where all are alike.
+_SPLITS = 3
+
+
+class Issue(NamedTuple):
+    """A collective that a rank issued, or a message that it sends or waits for.
+
+    Attributes:
+        axis: over which, as `Mesh.axes` names it.
+        collective: as in the ledger, or "receive".
+        dtype, bytes: of the message; None where the pieces of ranks may rightly differ.
+        peer: position along the axis of the other side of a message; -1 for a collective.
+    """
+
+    axis: str
+    collective: str
+    dtype: str
+    bytes: int | None
+    peer: int = -1
+
+    def __str__(self) -> str:
+        size = "pieces of their own" if self.bytes is None else f"{self.bytes} bytes"
+        way = {"send": " to", "receive": " from"}.get(self.collective)
+        whom = "" if way is None else f"{way} position {self.peer}"
+        return f"{self.collective} of {size} ({self.dtype}) over {self.axis}{whom}"
 
 
 class Recorder(TorchDispatchMode):
-    """Within it, every collective of this rank is entered into `ledger`.
+    """Within it, every collective of this rank is entered into `ledger`, and one by one, with
+    what it receives, into `issued`.
 
     Axis and phase are what the mesh's scope says when plait issues the collective; what others
     issue (FSDP2, DTensor) goes to the axis whose process group it uses.
@@ -60,7 +89,15 @@ class Recorder(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.mesh, self.ledger = mesh, TrafficLedger()
+        self.issued: list[Issue] = []
         self._by_group = {a.group.group_name: a for a in mesh.axes.values() if a.group is not None}
+        self._names = {id(axis): name for name, axis in mesh.axes.items()}
+
+    def cut(self) -> tuple[TrafficLedger, tuple[Issue, ...]]:
+        """What was sent and issued since the last cut."""
+        found = self.ledger, tuple(self.issued)
+        self.ledger, self.issued = TrafficLedger(), []
+        return found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -75,11 +112,15 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, table: dict, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
         name = func._schema.name.partition("::")[2]
-        if name in _SILENT:
+        if name in _SILENT and name != "recv_":
+            return
+        axis = self.mesh.scope.axis or self._by_group[_group_name(func, args, kwargs)]
+        if name == "recv_":
+            (x,) = args[0]
+            self._issue(axis, "receive", _dtype(x), x.nbytes, args[_PEER])
             return
         assert name in table, f"{func} has no place in the ledger"
         collective, where = table[name]
-        axis = self.mesh.scope.axis or self._by_group[_group_name(func, args, kwargs)]
         stage, phase = self.mesh.coordinate["pp"], self.mesh.scope.phase
         # A coalesced operation has a message for each of its tensors; an all-gather into a list
         # of lists has one for each list.
@@ -87,9 +128,23 @@ class Recorder(TorchDispatchMode):
         messages = message if isinstance(message, list | tuple) else [message]
         for part in messages:
             tensors = list(_tensors(part))
-            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            dtype = _dtype(tensors[0])
             size = sum(t.numel() * t.element_size() for t in tensors)
             self.ledger.add(stage, axis.name, collective, phase, dtype, size, axis.size)
+            # Pieces of an all-to-all may be of any size.
+            uneven = name == "alltoall_base_" and bool(args[_SPLITS])
+            peer = args[_PEER] if collective == "send" else -1
+            self._issue(axis, collective, dtype, None if uneven else size, peer)
+
+    def _issue(
+        self, axis: Axis, collective: str, dtype: str, size: int | None, peer: int
+    ) -> None:
+        name = self._names.get(id(axis), axis.name)
+        self.issued.append(Issue(name, collective, dtype, size, peer))
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

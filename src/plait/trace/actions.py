@@ -1,0 +1,212 @@
+"""A rank's step cut at its actions, so that what repeats need be run once.
+
+What an action does to the ledger depends on little: which chunk it is of, where its input comes
+from and its output goes, whether gradients of a micro batch are there already, whether they are
+the chunk's last, whether a message waits for an earlier one. So a few micro batches are run, such
+that every kind of action of the whole row is among them, and each is cut out as a `Segment`: what
+it sent, and what it took, let go and held at most beyond what was there before. The step of all
+micro batches is these one after the other.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from plait.cost.ledger import NOTHING, Amount, TrafficLedger
+from plait.cost.tape import Tape
+from plait.schedules.table import Action, Table
+from plait.schedules.transfers import UNDER_WAY
+from plait.trace.fake import fake_batch
+from plait.trace.memory import MemoryTracker
+from plait.trace.recorder import Issue, Recorder
+from plait.train.program import Program
+
+#: The kind of an action, or a part of the step that is none.
+Key = Hashable
+BEFORE = "before the pipeline"
+#: What follows the pipeline, as the program notes it.
+AFTER = (
+    "past its last action of the pipeline",
+    "waiting for the sums of gradients",
+    "waiting for the gradient norm",
+    "in the optimizer, or gathering its weights",
+)
+WHOLE = "the whole step"
+
+
+@dataclass
+class Segment:
+    """A part of a step: what it sent, its memory on a tape that began with nothing, and its
+    collectives in their order."""
+
+    traffic: TrafficLedger = field(default_factory=TrafficLedger)
+    issued: tuple[Issue, ...] = ()
+    tape: Tape = field(default_factory=Tape)
+
+    def same(self, other: "Segment") -> bool:
+        """To the byte."""
+        mine, its = ((s.traffic, s.issued, s.tape.now, s.tape.peaks) for s in (self, other))
+        return mine == its
+
+
+def joined(segments: Sequence[Segment]) -> Segment:
+    """One after the other."""
+    whole = Segment(issued=tuple(issue for s in segments for issue in s.issued))
+    for s in segments:
+        whole.tape.replay(s.tape)
+        add_traffic(whole.traffic, s.traffic)
+    return whole
+
+
+def add_traffic(
+    ledger: TrafficLedger, more: TrafficLedger, times: int = 1, stage: int | None = None
+) -> None:
+    """Enters what was sent so many times, as a rank of a stage (of the same one when None)."""
+    for entry, amount in more.entries.items():
+        entry = entry if stage is None else entry._replace(stage=stage)
+        before = ledger.entries.get(entry, NOTHING)
+        sums = (a + times * b for a, b in zip(before, amount, strict=True))
+        ledger.entries[entry] = Amount(*sums)
+
+
+@dataclass
+class Traced:
+    """What was seen of a rank's step.
+
+    Attributes:
+        held: class -> bytes when it began.
+        parts: kind of action -> it, in pieces: (the layer that they begin with or -1, piece).
+    """
+
+    held: Mapping[str, int]
+    parts: dict[Key, list[tuple[int, Segment]]]
+
+    def __post_init__(self) -> None:
+        self._joined: dict[Key, Segment] = {}
+
+    def cut(self, key: Key) -> bool:
+        """Whether it was cut at layers."""
+        return any(layer >= 0 for layer, _ in self.parts[key])
+
+    def and_(self, other: "Traced") -> "Traced":
+        """With the kinds that another rank has moreover."""
+        return Traced(self.held, other.parts | self.parts)
+
+    def __getitem__(self, key: Key) -> Segment:
+        if key not in self._joined:
+            self._joined[key] = joined([piece for _, piece in self.parts[key]])
+        return self._joined[key]
+
+
+# ------------------------------------------------------------------------------------------
+# Kinds
+
+
+def kinds(actions: Sequence[Action], table: Table, stage: int) -> list[Key]:
+    """The kind of each action of a stage's row, with transfers; chunks by their place there."""
+    place, number = table.place, {c: i for i, c in enumerate(table.held[stage])}
+    ends = {a.chunk: i for i, a in enumerate(actions) if a.kind in "WB"}
+    accumulated: set[int] = set()
+    waiting: Counter = Counter()  # messages under way
+    found: list[Key] = []
+    for i, (kind, chunk, micro) in enumerate(actions):
+        key: tuple = kind, number[chunk]
+        if kind.startswith("SEND"):
+            way = kind, place[chunk + (1 if kind == "SEND_F" else -1), micro]
+            key += (waiting[way] == UNDER_WAY,)
+            waiting[way] = min(waiting[way] + 1, UNDER_WAY)
+        elif kind in "FBIW":
+            key += tuple(place.get((chunk + step, micro)) == stage for step in (-1, 1))
+            if kind in "BW":
+                key += (chunk in accumulated, ends[chunk] == i)
+                accumulated.add(chunk)
+        if i == len(actions) - 1:  # then messages that are under way are waited for
+            key += tuple(sorted((kind, n) for (kind, _), n in waiting.items()))
+        found.append(key)
+    return found
+
+
+def covering(actions: Sequence[Action], table: Table, stage: int) -> set[int]:
+    """Micro batches whose actions alone are of every kind that the row has."""
+    wanted = kinds(actions, table, stage)
+    chosen: set[int] = set()
+    while True:
+        row = [a for a in actions if a.micro in chosen]
+        missing = set(wanted) - set(kinds(row, table, stage))
+        more = (a.micro for a, key in zip(actions, wanted, strict=True) if key in missing)
+        another = next((m for m in more if m not in chosen), None)
+        if another is None:
+            return chosen if not missing else {a.micro for a in actions}
+        chosen.add(another)
+
+
+# ------------------------------------------------------------------------------------------
+# Running
+
+
+def trace(program: Program, full: bool = False) -> Traced:
+    """Runs a step of a rank: actions of every kind, cut at their layers too where there is no
+    pipeline; or with `full` all of it, as one piece."""
+    job, stage = program.job, program.mesh["pp"].rank
+    row, table = program.actions, program.table
+    if not full:
+        chosen = covering(row, table, stage)
+        row = program.actions = tuple(a for a in row if a.micro in chosen)
+    coming = [] if full else list(zip(row, kinds(row, table, stage), strict=True))
+    with MemoryTracker(program) as tracker, Recorder(program.mesh) as recorder:
+        watch = _Watch(tracker, recorder, [(f"in {a}", key) for a, key in coming])
+        held = tracker.before
+        if not full:
+            program.mesh.scope.note = watch.note
+        hooks = watch.at_layers(program) if job.layout.pp == 1 and not full else []
+        program.step([fake_batch(job)] * job.train.accumulation, 1)
+        watch.end()
+    for hook in hooks:
+        hook.remove()
+    return Traced(held, {WHOLE: watch.pieces} if full else watch.parts)
+
+
+class _Watch:
+    """Cuts where an action begins, or a layer in it: forward, and backward."""
+
+    def __init__(
+        self, tracker: MemoryTracker, recorder: Recorder, coming: Iterable[tuple[str, Key]]
+    ):
+        self.tracker, self.recorder = tracker, recorder
+        self.coming = [*coming, *zip(AFTER, AFTER, strict=True)][::-1]
+        self.parts: dict[Key, list[tuple[int, Segment]]] = {}
+        self._begin(BEFORE)
+
+    def _begin(self, key: Key) -> None:
+        self.layer, self.pieces = -1, []
+        self.parts.setdefault(key, self.pieces)  # of several that are alike, the first
+
+    def end(self) -> None:
+        """Ends a piece."""
+        segment = Segment(*self.recorder.cut(), self.tracker.cut())
+        self.pieces.append((self.layer, segment))
+
+    def note(self, doing: str) -> None:
+        if self.coming and doing == self.coming[-1][0]:
+            self.end()
+            self._begin(self.coming.pop()[1])
+
+    def at_layers(self, program: Program) -> list:
+        def begins(number: int) -> None:
+            self.end()
+            self.layer = number
+
+        def watched(number: int, layer: nn.Module) -> list:
+            def backward(_: nn.Module, __: object, out: Tensor) -> None:
+                out.register_hook(lambda _: begins(number))
+
+            return [
+                layer.register_forward_pre_hook(lambda *_: begins(number), prepend=True),
+                layer.register_forward_hook(backward, prepend=True),
+            ]
+
+        modules = program.modules.values()
+        layers = ((int(name), layer) for m in modules for name, layer in m.layers.items())
+        return [hook for number, layer in layers for hook in watched(number, layer)]
