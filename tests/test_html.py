@@ -100,7 +100,7 @@ def test_the_page_is_for_everyone(case):
 
 def test_the_same_page_for_light_and_dark_and_paper(case):
     *_, text, _ = case
-    for media in ("prefers-color-scheme: dark", "@media print"):
+    for media in ("prefers-color-scheme: dark", "@media print {"):
         assert media in text
 
 
