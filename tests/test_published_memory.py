@@ -327,6 +327,25 @@ def test_skew_over_stages():
     assert inner == pytest.approx(trace["vpp_1"][1:7], rel=0.02)
 
 
+def peak(schedule, vpp):
+    model = replace(presets.model("llama2-7b"), vocab=128)
+    layout = Layout.fill(4, pp=4, vpp=vpp, schedule=schedule)
+    return max(stage.activations for stage in held(model, layout, PROGRAMS["megatron"], 4096, 16))
+
+
+def test_schedules_by_what_they_are_known_to_hold():
+    """1F1B p on the first rank; V-Half about a half of it, V-Min a third, ZB-H2 up to 2p - 1,
+    GPipe all micro batches (Narayanan 2104.04473; Qi et al. 2401.10241 and 2405.15362)."""
+    one = peak("1f1b", 1)
+    assert peak("gpipe", 1) == pytest.approx(16 / 4 * one, rel=0.02)  # the last has a head
+    assert peak("zb-h1", 1) == pytest.approx(one, rel=0.02)
+    assert peak("zb-h2", 1) == pytest.approx(7 / 4 * one, rel=0.02)
+    assert peak("zbv", 2) == pytest.approx(one, rel=0.02)
+    assert one / 3 < peak("v-min", 2) < peak("v-half", 2) < 0.8 * one
+    assert peak("interleaved-1f1b", 2) == pytest.approx((1 + 3 / 8) * one, rel=0.01)
+    assert peak("zb-auto", 1) <= 1.02 * one
+
+
 # ------------------------------------------------------------------------------------------
 # Recompute
 

@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 from plait.cost.recipes import RECIPES, Recipe, stage_states
 from plait.schedules.build import build
-from plait.schedules.job import split_name
+from plait.schedules.job import TIMED, chunk_times, split_name
 from plait.schedules.table import Action, Table
 from plait.spec.chunks import chunk_layers, chunk_parameters
 from plait.spec.layout import Layout
@@ -180,9 +180,12 @@ def held(
     Args:
         seq_len: tokens of a sample. micro_batches: of a step.
         recompute: words of `RECOMPUTE`; the layout's own "full" holds too.
+
+    Raises:
+        UserError: the schedule cannot be built for these stages and micro batches.
     """
     model = padded(model, layout, program)
-    table = _table(layout, micro_batches)
+    table = _table(model, layout, seq_len, micro_batches)
     chunks = chunk_layers(model, layout)
     rows = []
     for stage, actions in enumerate(table.ranks):
@@ -367,11 +370,13 @@ def _stand_ins(mine: Sequence[Parameter], model: Model, layout: Layout, program:
 # Time
 
 
-def _table(layout: Layout, micro_batches: int) -> Table:
+def _table(model: Model, layout: Layout, seq_len: int, micro_batches: int) -> Table:
     if layout.pp == 1:  # one micro batch after the other
         return Table("", ((Action("F", 0, 0), Action("B", 0, 0)),))
     name, group = split_name(layout.schedule)
-    return build(name, layout.pp, micro_batches, vpp=layout.vpp, group=group)
+    timed = name in TIMED
+    times, cap = (chunk_times(model, layout, seq_len), layout.pp) if timed else (None, None)
+    return build(name, layout.pp, micro_batches, layout.vpp, group, times, cap)
 
 
 def _peak(

@@ -60,7 +60,7 @@ class Recipe:
         return " + ".join(terms + ([f"{shared:g}/{shards}"] if shared else []))
 
 
-#: From planner literature and code; the words of `source` say which.
+#: Known ones. Where a source gives a sum only, the parts are those of its code.
 RECIPES = {
     "zero-fp16-adam": Recipe(2, 2, 12, 1, "ZeRO, 1910.02054 section 3.1: K = 12"),
     "megatron-bf16": Recipe(
