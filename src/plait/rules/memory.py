@@ -9,13 +9,13 @@ from operator import attrgetter
 from typing import Any
 
 from plait.cost.device import fullest
-from plait.cost.ledger import MEMORY_CLASSES, MEMORY_TOLERANCE, StageMemory
-from plait.cost.memory import memory, memory_by_stage
+from plait.cost.ledger import MEMORY_CLASSES, MEMORY_TOLERANCE
+from plait.cost.memory import memory
 from plait.rules.legality import legal_tp
 from plait.rules.neighbour import computing, needed, neighbour, on_the_way, sent, with_reserve
 from plait.rules.numbers import in_bytes
-from plait.schedules.job import table_of
-from plait.spec.findings import Finding, error
+from plait.rules.pipeline import recompute_frees
+from plait.spec.findings import Finding
 from plait.spec.job import Job
 
 #: How many changes are tried on top of each other before a job is called hopeless.
@@ -45,6 +45,8 @@ def memory_over_device(job: Job) -> Iterator[Finding]:
             break
         now, more, other = min(tried, key=_bytes)
         suggest |= more
+        # A later change may move what an earlier one said, as tp does dp_shard.
+        suggest = {path: attrgetter(path)(other) for path in suggest}
         if now <= room:
             break
         tried = _changes(other, now)
@@ -126,54 +128,26 @@ def _options(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def recompute(job: Job) -> Iterator[Finding]:
     """Recomputation has to free something, and what it frees has to be needed."""
-    if job.layout.recompute != "none":
-        found = list(_frees_nothing(job))
-        yield from found or _needless(job)
+    if job.layout.recompute == "none" or any(True for _ in recompute_frees(job)):
+        return
+    found = list(_frees_nothing(job))
+    yield from found or _needless(job)
 
 
 def _frees_nothing(job: Job) -> Iterator[Finding]:
-    """Where weight gradients are put off recomputation may free nothing.
-
-    One needs its map's input, which from I to W is held whether it was kept since the forward or
-    made again; what recomputation frees is held from F to I alone. Elsewhere the fullest moment
-    may be another one: the loss, or the update.
-    """
-    layout = job.layout
-    split = layout.pp > 1 and table_of(job).split
+    """What is made anew may not be alive at the fullest moment, or may be kept for others."""
+    layout, where = job.layout, "layout.recompute"
     kept = replace(job, layout=replace(layout, recompute="none"))
-    passing = []
-    for rows in zip(memory_by_stage(job), memory_by_stage(kept), strict=True):
-        with_, without = (_most(stage, split) for stage in rows)
-        if with_ < (1 - MEMORY_TOLERANCE) * without:
-            return
-        passing.append((with_, without))
-    with_, without = most = max(passing)
-    stage, where, rule = passing.index(most), "layout.recompute", "recompute-frees-nothing"
-    amounts = f"stage {stage} has {in_bytes(with_)} with it and {in_bytes(without)} without"
-    if split:
-        message = (
-            f"recompute {layout.recompute} frees nothing under {layout.schedule}, which puts "
-            f"weight gradients off and holds what they need: beside the states {amounts}"
-        )
-        yield error(where, layout.recompute, message, "none", rule)
-    else:
-        message = (
-            f"recompute {layout.recompute} frees nothing of the fullest moment: {amounts}"
-            f"{_repeated(job, kept)}"
-        )
-        yield Finding("warning", rule, message, where, layout.recompute, {where: "none"})
-
-
-def _most(rows: list[StageMemory], beside_states: bool) -> int:
-    """The most that a stage holds in a step; beside parameters, gradients, optimizer states until
-    the update."""
-    if not beside_states:
-        return max(row.total for row in rows)
-    return max(
-        row.total - row.parameters - row.gradients - row.optimizer
-        for row in rows
-        if row.moment != "optimizer"
+    with_, without = (fullest(memory(j)) for j in (job, kept))
+    if with_.total < (1 - MEMORY_TOLERANCE) * without.total:
+        return
+    message = (
+        f"recompute {layout.recompute} frees nothing of the fullest moment ({with_.moment} of "
+        f"stage {with_.stage}): {in_bytes(with_.total)} with it, {in_bytes(without.total)} without"
+        f"{_repeated(job, kept)}"
     )
+    rule = "recompute-frees-nothing"
+    yield Finding("warning", rule, message, where, layout.recompute, {where: "none"})
 
 
 def _repeated(job: Job, kept: Job) -> str:
@@ -208,4 +182,4 @@ def _needless(job: Job) -> Iterator[Finding]:
             return
 
 
-RULES = (memory_over_device, recompute)
+RULES = (memory_over_device, recompute_frees, recompute)

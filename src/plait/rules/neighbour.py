@@ -51,6 +51,8 @@ def neighbour(job: Job, suggest: Suggest) -> tuple[Job, dict[str, Any]] | None:
         layout = Layout.fill(job.layout.world, **told)
     except UserError:
         return None
+    if layout.dp != job.layout.dp and job.layout.dp_replicate > 1:  # which may have been given
+        said |= {f"layout.{axis}": getattr(layout, axis) for axis in ("dp_replicate", "dp_shard")}
     samples, train = layout.micro_batch * layout.dp, job.train
     if "train.accumulation" in said:
         batch = samples * said["train.accumulation"]
@@ -60,7 +62,10 @@ def neighbour(job: Job, suggest: Suggest) -> tuple[Job, dict[str, Any]] | None:
         said["train.global_batch"] = batch
     train = replace(train, global_batch=batch, accumulation=batch // samples)
     other = replace(job, layout=layout, train=train)
-    return None if any(True for rule in _ERRORS for _ in rule(other)) else (other, said)
+    for rule in (*_ERRORS, pipeline.recompute_frees):
+        if any(True for _ in rule(other)):
+            return None
+    return other, said
 
 
 def better(

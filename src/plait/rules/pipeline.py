@@ -1,10 +1,12 @@
 """Pipelines: which are illegal, and which cost more than they need."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from plait.cost.flops import chunk_flops
+from plait.cost.ledger import MEMORY_TOLERANCE, StageMemory
+from plait.cost.memory import memory_by_stage
 from plait.planner.partition import by_cost, placement
 from plait.rules.numbers import element_bytes, in_bytes
 from plait.schedules.build import problems
@@ -163,6 +165,43 @@ def _shown(stages: tuple[int, ...]) -> str:
 
 
 RULES = (chunks_have_layers, stages_partition, schedule_suits, table_in_file)
+
+
+def recompute_frees(job: Job) -> Iterator[Finding]:
+    """Where weight gradients are put off, recomputation has to free something by then.
+
+    Asked of jobs that are legal otherwise, with a dtype. A weight gradient needs its map's input:
+    from I to W that is held whether it was kept since the forward or made again. What recomputation
+    frees is held from F to I alone.
+    """
+    layout = job.layout
+    if layout.pp == 1 or layout.recompute == "none" or not table_of(job).split:
+        return
+    kept = replace(job, layout=replace(layout, recompute="none"))
+    passing = []
+    for rows in zip(memory_by_stage(job), memory_by_stage(kept), strict=True):
+        with_, without = map(_most, rows)
+        if with_ < (1 - MEMORY_TOLERANCE) * without:
+            return
+        passing.append((with_, without))
+    with_, without = most = max(passing)
+    stage = passing.index(most)
+    message = (
+        f"recompute {layout.recompute} frees nothing under {layout.schedule}, which puts weight "
+        f"gradients off and holds what they need: beside the states stage {stage} has "
+        f"{in_bytes(with_)} with it and {in_bytes(without)} without"
+    )
+    where = "layout.recompute"
+    yield error(where, layout.recompute, message, "none", "recompute-frees-nothing")
+
+
+def _most(rows: Sequence[StageMemory]) -> int:
+    """The most that a stage holds beside parameters, gradients, optimizer states."""
+    return max(
+        row.total - row.parameters - row.gradients - row.optimizer
+        for row in rows
+        if row.moment != "optimizer"
+    )
 
 
 # ------------------------------------------------------------------------------------------
