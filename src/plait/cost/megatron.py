@@ -15,13 +15,14 @@ that a layer keeps for backward, of a micro batch; c = 2 bytes an element, T tok
                  once more, before it is sent back
                  unfused: softmax c T heads s / tp; with dropout its     core_attn, full
                  mask and its output besides: 5 T heads s / tp in all
-    latent       of q and of kv: norm input and output, c r (2 rank)     mla_up_proj, full
+    latent       of q and of kv: norm input, c r rank                    full
+                 norm output, c r rank                                   mla_up_proj, full
                  queries, keys, values, as if each head had its own      mla_up_proj, full
     MLP          gate and up (or up): c T 2 f / tp                       mlp, full
                  product (or activation): c T f / tp                     mlp, full
     mixture      for each of topk copies of a token: input c h,          moe, full
-                 gate and up c 2 f, product c f; 13 bytes an expert of   (moe_act: the product)
-                 the router and 16 a copy of maps and weights
+                 gate and up c 2 f, product c f; 13 bytes an expert of   (moe_act: the product,
+                 the router and 16 a copy of maps and weights            shared_experts)
     dropout      mask of each branch, r h                                full
 
 With dropout and unfused attention this is Korthikanti et al. (2205.05198): equations 1 to 6 follow
@@ -101,12 +102,10 @@ DEEPSPEED_MESSAGE = 500_000_000
 #: (runtime/pipe/engine.py, pipe_buffers["outputs"]).
 _DEEPSPEED = Program(
     RECIPES["zero-fp16-adam"],
-    False,
-    C + 2 * WIDE,
-    False,
-    False,
-    128,
-    2 * DEEPSPEED_MESSAGE,
+    flash=False,
+    logits=C + 2 * WIDE,
+    fused_gradients=False,
+    workspace=C * DEEPSPEED_MESSAGE,
     keeps_outputs=True,
 )
 
@@ -114,7 +113,13 @@ PROGRAMS = {
     # Megatron-Core with TransformerEngine and its fused cross entropy.
     "megatron": Program(RECIPES["megatron-bf16"]),
     # Megatron-LM of 2022, as in Korthikanti et al.
-    "megatron-2022": Program(RECIPES["megatron-bf16"], False, C + 2 * WIDE, False, workspace=0),
+    "megatron-2022": Program(
+        RECIPES["megatron-bf16"],
+        flash=False,
+        logits=C + 2 * WIDE,
+        fused_gradients=False,
+        workspace=0,
+    ),
     # Primus's mixtures before its own kernels; see docs/memory.md on how far this is known.
     "primus": Program(RECIPES["megatron-bf16"], logits=C + WIDE, late_weights=True),
     # zero/stage_1_and_2.py, step: gradients of a rank's own part are cast to float32.
@@ -132,9 +137,10 @@ PROGRAMS = {
 RECOMPUTE = {
     "core_attn": ("scores", "log-sum-exp"),
     "layernorm": ("norm outputs",),
-    "mla_up_proj": ("latents", "queries, keys, values"),
+    "mla_up_proj": ("latent norm outputs", "queries, keys, values"),
     "mlp": ("mlp",),
     "moe_act": ("expert products",),
+    "shared_experts": ("shared expert",),
     "moe": (
         "expert inputs",
         "expert gates",
@@ -246,8 +252,9 @@ def _parts(
     if mla := model.mla:
         q = k = heads * (mla.nope_dim + mla.rope_dim)
         v = heads * mla.v_dim
-        ranks = (mla.q_rank or 0, mla.kv_rank)
-        parts["latents"] = C * rows * (2 * sum(ranks) + mla.rope_dim)
+        ranks = (mla.q_rank or 0) + mla.kv_rank
+        parts["latents"] = C * rows * (ranks + mla.rope_dim)
+        parts["latent norm outputs"] = C * rows * ranks
     else:
         q = heads * model.head_dim
         k = v = model.head_dim * max(model.kv_heads / tp, 1)
