@@ -278,6 +278,14 @@ def test_options_without_their_axis_are_named_and_kept(layout, where):
         assert getattr(job.layout, name) == value
 
 
+def test_a_draft_that_is_no_layout_is_asked_for_errors_alone():
+    """etp 8 x ep 8 are more than the 32 ranks of a stage: no ledger can be written."""
+    said = {"tp": 8, "pp": 4, "cp": 2, "ep": 8, "etp": 8}
+    job, problems = draft_job("plan", gpus="h100:128", model="mixtral-8x7b", overrides=said)
+    assert [f.rule for f in problems] == ["expert-grid"]
+    assert all(f.rule != "ep-beyond-fast-domain" for f in check(job, "plan"))
+
+
 def test_errors_come_first():
     job = read_job("train", ranks=8, overrides={"zero": 3, "dp_replicate": 8, "steps": 0})
     assert [f.level for f in check(job)] == ["error", "warning"]

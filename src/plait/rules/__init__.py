@@ -1,9 +1,12 @@
 """What is illegal about a job, and what is legal and a pity."""
 
+from dataclasses import asdict
+
 from plait.rules import context, experts, legality, links, memory, pipeline, pitfalls, repeats
 from plait.rules.neighbour import resolved
-from plait.spec.findings import Finding
+from plait.spec.findings import Finding, UserError
 from plait.spec.job import Job
+from plait.spec.layout import Layout
 
 
 def check(job: Job, purpose: str = "train") -> list[Finding]:
@@ -17,9 +20,19 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
     if purpose == "train":
         rules = legality.TRAIN_RULES + rules
     found = [finding for rule in rules for finding in rule(job)]
-    if all(finding.level != "error" for finding in found):
+    if all(finding.level != "error" for finding in found) and _sound(job.layout):
         # What takes a ledger to say is asked of jobs that have one.
         job, ledger_rules = resolved(job), links.RULES + memory.RULES + repeats.RULES
         found += [finding for rule in ledger_rules for finding in rule(job)]
     order = ("error", "warning", "note")
     return sorted(found, key=lambda f: order.index(f.level))
+
+
+def _sound(layout: Layout) -> bool:
+    """Whether the degrees go together: those of a draft, which is only asked for more errors, may
+    not."""
+    try:
+        Layout.fill(layout.world, **asdict(layout))
+    except UserError:
+        return False
+    return True
