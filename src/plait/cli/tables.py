@@ -12,6 +12,7 @@ from plait.report.tables_zero import RECIPE
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Job
 from plait.spec.jobfile import draft_job
+from plait.spec.layout import divisors, nearest
 
 _WORDS = """\
 Tables of the field, every cell computed for a model and devices. They take the flags of a job, as
@@ -43,12 +44,12 @@ _STRATEGIES = {"model": "llama3.1-8b", "gpus": "h100:8", "train.seq_len": "4096"
 _TABLES = {
     "comparison": _Table(
         "strategies: what is split, what stays whole, what is sent when, limits, frameworks",
-        frozenset(_MODEL | _BATCH),
+        frozenset({*_MODEL, *_BATCH, "degree"}),
         _STRATEGIES,
     ),
     "cost": _Table(
         "strategies: model states, activations, bytes sent, critical or hidden, bubble",
-        frozenset(_MODEL | _BATCH),
+        frozenset({*_MODEL, *_BATCH, "degree"}),
         _STRATEGIES,
     ),
     "zero": _Table(
@@ -68,17 +69,21 @@ _TABLES = {
         {"model": "deepseek-v3", "gpus": "h200:8"},
     ),
 }
+#: Flags that no job has.
+_OWN = {"--recipe": "recipe", "--degree": "degree"}
 #: Samples of a global batch for each device, where nothing is said.
 _SAMPLES = 8
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which table, of what: dotted path -> text, defaults included, and the job of it."""
+    """Which table, of what: dotted path -> text, defaults included, the job that these make, and
+    the option of its own that the table takes."""
 
     name: str
     given: dict[str, Any]
     base: Job | None
+    option: Any
     as_json: bool
 
 
@@ -88,7 +93,7 @@ def run(argv: list[str]) -> int:
 
     from plait.report.tables import table
 
-    answer = table(question.name, question.given, question.base)
+    answer = table(question.name, question.given, question.base, question.option)
     if question.as_json:
         print(json.dumps(answer))
     else:
@@ -104,7 +109,7 @@ def read(argv: Sequence[str]) -> Question:
     Raises:
         UserError: everything that is wrong with it.
     """
-    flags = FLAGS | {"--recipe": "recipe"}
+    flags = FLAGS | _OWN
     given, words, findings = parse(argv, _parser(), flags)
     as_json = given.pop("json")
     findings = [*findings, *superfluous(words[1:])]
@@ -113,14 +118,14 @@ def read(argv: Sequence[str]) -> Question:
         raise UserError([*findings, _unknown(name)])
     table = _TABLES[name]
     findings += _not_taken(name, given, table.takes)
-    recipe = given.pop("recipe", RECIPE)
+    recipe, degree = given.pop("recipe", RECIPE), given.pop("degree", None)
     if recipe not in RECIPES:
         message = f"no such recipe; recipes are {', '.join(RECIPES)}"
         findings.append(error("--recipe", recipe, message, closest(recipe, RECIPES) or RECIPE))
-    if name == "examples" or (findings and name == "zero"):
+    if name == "examples":
         if findings:
             raise UserError(findings)
-        return Question(name, {}, None, as_json)
+        return Question(name, {}, None, None, as_json)
     given = {path: text for path, text in given.items() if path in table.takes}
     given = _defaults(table, given)
     # The sizes of ZeRO's table are no model; some job says how many ranks there are.
@@ -137,9 +142,24 @@ def read(argv: Sequence[str]) -> Question:
     base, found = load_job("plan", given | some, findings)
     if errors := [f for f in found if f.level == "error"]:
         raise UserError(errors)
-    if name == "zero":
-        given["recipe"] = recipe
-    return Question(name, given, base, as_json)
+    option = recipe if name == "zero" else _degree(degree, base.layout.world)
+    return Question(name, given, base, option, as_json)
+
+
+def _degree(text: str | None, world: int) -> int | None:
+    """A degree that divides the ranks.
+
+    Raises:
+        UserError: it does not.
+    """
+    if text is None:
+        return None
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if number and world % number == 0:
+        return number
+    legal = nearest(number, divisors(world))
+    message = f"{text!r} is no number of ranks that divides the {world}"
+    raise UserError([error("--degree", text, message, legal)])
 
 
 def _defaults(table: _Table, given: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +187,7 @@ def _unknown(name: str | None) -> Finding:
 
 def _not_taken(name: str, given: dict[str, Any], takes: frozenset[str]) -> list[Finding]:
     """Flags that a table has no use for."""
-    flags = {path: flag for flag, path in FLAGS.items()} | {"recipe": "--recipe"}
+    flags = {path: flag for flag, path in (FLAGS | _OWN).items()}
     return [
         error(flags[path], text, f"the table {name!r} takes no {flags[path]}", rule="unknown-flag")
         for path, text in given.items()
@@ -185,10 +205,11 @@ def _parser() -> argparse.ArgumentParser:
         "--seq-len": ("N", "tokens of a sample"),
         "--global-batch": ("N", f"samples of a step ({_SAMPLES} for each device)"),
         "--micro-batch": ("N", "samples of a rank in one forward pass"),
+        "--degree": ("N", "comparison, cost: ranks of each strategy (one fast domain)"),
         "--recipe": ("NAME", f"zero: bytes a parameter: {', '.join(RECIPES)}"),
     }
     for flag, (metavar, text) in shown.items():
-        dest = FLAGS.get(flag, "recipe")
+        dest = (FLAGS | _OWN)[flag]
         result.add_argument(flag, dest=dest, metavar=metavar, help=text)
     for flag in FLAGS.keys() - shown:
         result.add_argument(flag, dest=FLAGS[flag], help=argparse.SUPPRESS)

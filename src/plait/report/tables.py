@@ -7,16 +7,19 @@ from plait.spec.job import Job
 from plait.spec.parameters import parameter_count
 
 
-def table(name: str, given: Mapping[str, Any], base: Job | None) -> dict[str, Any]:
+def table(
+    name: str, given: Mapping[str, Any], base: Job | None, option: Any = None
+) -> dict[str, Any]:
     """One table as plain dicts and lists, ready for JSON.
 
     Args:
         name: "comparison", "cost", "zero", "batch", "examples" or "vllm".
-        given: dotted path -> text of what was said about the job, defaults of the table included;
-            "recipe", a name of `cost.recipes`, for "zero".
+        given: dotted path -> text of what was said about the job, defaults of the table included.
         base: the job that these make; None for "examples".
+        option: of "zero" a name of `cost.recipes`; of "comparison" and "cost" the degree of the
+            strategies (None: `tables_cost.degree_of`).
     """
-    assumed, rows, notes = _TABLES[name](given, base)
+    assumed, rows, notes = _TABLES[name](given, base, option)
     return {"table": name, "assumptions": assumed, "rows": rows, "notes": notes}
 
 
@@ -37,41 +40,43 @@ def _assumed(job: Job) -> dict[str, Any]:
     }
 
 
-def _comparison(given: Mapping[str, Any], base: Job) -> _Parts:
-    from plait.report.tables_cost import comparison
+def _comparison(given: Mapping[str, Any], base: Job, option: Any) -> _Parts:
+    from plait.report.tables_cost import comparison, degree_of
 
+    degree = option or degree_of(base)
     notes = [
-        "each strategy by itself on all devices; what is sent when is read off its ledger, without "
-        "scalars and counts",
+        "each strategy by itself, on as many ranks as its degree says, the rest data parallel; "
+        "what is sent when is read off its ledger, without scalars and counts",
         "frameworks by their sources in 2026; plait has all of them",
     ]
-    return _assumed(base), comparison(given, base), notes
+    return _assumed(base) | {"degree": degree}, comparison(given, base, degree), notes
 
 
-def _cost(given: Mapping[str, Any], base: Job) -> _Parts:
-    from plait.report.tables_cost import cost
+def _cost(given: Mapping[str, Any], base: Job, option: Any) -> _Parts:
+    from plait.report.tables_cost import cost, degree_of
 
+    degree = option or degree_of(base)
     notes = [
-        "each strategy by itself on all devices, one global batch; bytes of a rank and step, of "
-        "the stage that holds or sends most",
+        "each strategy by itself, on as many ranks as its degree says, ZeRO-1 over the rest; one "
+        "global batch; bytes of a rank and step, of the stage that holds or sends most",
         "critical: the program waits for it; hidden: issued so that something is computed "
         "meanwhile, long enough or not; partly: some of its messages are",
         "bubble: idle over all time of a step, messages free; even: of the schedule, were all "
         "chunks alike and forward, input and weight gradients as long",
     ]
-    return _assumed(base), cost(given, base), notes
+    return _assumed(base) | {"degree": degree}, cost(given, base, degree), notes
 
 
-def _zero(given: Mapping[str, Any], base: Job) -> _Parts:
+def _zero(given: Mapping[str, Any], base: Job, option: Any) -> _Parts:
     from plait.cost.recipes import RECIPES
     from plait.report.tables_zero import DEGREES, STAGES, sizes_of, zero
 
-    recipe = RECIPES[given["recipe"]]
+    recipe = RECIPES[option]
     named = any(key == "model" or key.startswith("model.") for key in given)
     counted = given.keys() & {"gpus", "ranks"}
     degrees = (base.layout.world,) if counted else DEGREES
     assumed = {
-        "recipe": given["recipe"],
+        "recipe": option,
         "source": recipe.source,
         "bytes_per_parameter": {
             "weights": recipe.weights,
@@ -90,13 +95,13 @@ def _zero(given: Mapping[str, Any], base: Job) -> _Parts:
     return assumed, zero(sizes_of(model), degrees, recipe, model), notes
 
 
-def _batch(given: Mapping[str, Any], base: Job) -> _Parts:
+def _batch(given: Mapping[str, Any], base: Job, option: Any) -> _Parts:
     from plait.report.tables_batch import batch, equations
 
     return _assumed(base), batch(given, base), equations(base)
 
 
-def _examples(given: Mapping[str, Any], base: None) -> _Parts:
+def _examples(given: Mapping[str, Any], base: None, option: Any) -> _Parts:
     from plait.report.tables_examples import examples
 
     notes = [
@@ -105,7 +110,7 @@ def _examples(given: Mapping[str, Any], base: None) -> _Parts:
     return {}, examples(), notes
 
 
-def _vllm(given: Mapping[str, Any], base: Job) -> _Parts:
+def _vllm(given: Mapping[str, Any], base: Job, option: Any) -> _Parts:
     from plait.report.tables_vllm import BYTES, vllm
 
     world = base.layout.world

@@ -1,8 +1,7 @@
-"""What each strategy costs, and what it sends when: read off the ledger of a job that uses all
-devices for that strategy alone."""
+"""What each strategy costs, and what it sends when: read off the ledger of a real job of that
+strategy."""
 
 from collections.abc import Iterator, Mapping
-from math import gcd
 from typing import Any, NamedTuple
 
 from plait.cost.data import buckets_of
@@ -14,6 +13,7 @@ from plait.schedules.job import table_of, timeline
 from plait.schedules.simulate import Times, simulate
 from plait.spec.job import Job
 from plait.spec.jobfile import draft_job, read_job
+from plait.spec.layout import divisors
 from plait.spec.parameters import parameter_count
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -71,18 +71,26 @@ class Trial(NamedTuple):
     why: str | None
 
 
-def trials(given: Mapping[str, Any], base: Job) -> Iterator[Trial]:
-    """Each strategy by itself on all devices; those for experts on `MIXTURE` where the model has
-    none.
+def degree_of(base: Job) -> int:
+    """The degree on which strategies are tried: ranks of one fast domain, or of eight, that divide
+    the world."""
+    fast = base.cluster.fast_domain if base.cluster else 8
+    return max(d for d in divisors(base.layout.world) if d <= fast)
+
+
+def trials(given: Mapping[str, Any], base: Job, degree: int) -> Iterator[Trial]:
+    """Each strategy by itself on `degree` ranks, and ZeRO-1 over what it leaves of the world; the
+    data-parallel ones on the whole world. Those for experts are tried on `MIXTURE` where the model
+    has none.
 
     Args:
         given: dotted path -> value, as the base job was made of. base: the job without a strategy.
+        degree: a divisor of the world.
     """
     world = base.layout.world
-    shards = gcd(world, base.cluster.fast_domain) if base.cluster else world
-    # Inside one fast domain two replicas show what HSDP is.
-    shards = world // 2 if shards == world and world % 2 == 0 else shards
-    degrees = {"N": world, "S": shards, "R": world // shards}
+    # Where all ranks are one group, two replicas show what HSDP is.
+    shards = world // 2 if degree == world and world % 2 == 0 else degree
+    degrees = {"N": degree, "S": shards, "R": world // shards}
     mixture = {k: v for k, v in given.items() if not k.startswith("model")} | {"model": MIXTURE}
     for strategy in STRATEGIES:
         flags = {name: degrees.get(value, value) for name, value in strategy.flags.items()}
@@ -95,14 +103,15 @@ def trials(given: Mapping[str, Any], base: Job) -> Iterator[Trial]:
         yield Trial(strategy, flags, of, None if errors else job, why)
 
 
-def cost(given: Mapping[str, Any], base: Job) -> list[dict[str, Any]]:
+def cost(given: Mapping[str, Any], base: Job, degree: int) -> list[dict[str, Any]]:
     """A row for each strategy; of the stage that holds or sends most, bytes of a rank and step."""
     return [
-        _named(t) | (_costs(t.job) if t.job else dict.fromkeys(_COSTS)) for t in trials(given, base)
+        _named(t) | (_costs(t.job) if t.job else dict.fromkeys(_COSTS))
+        for t in trials(given, base, degree)
     ]
 
 
-def comparison(given: Mapping[str, Any], base: Job) -> list[dict[str, Any]]:
+def comparison(given: Mapping[str, Any], base: Job, degree: int) -> list[dict[str, Any]]:
     """A row for each strategy: what it splits, what it sends when, its limit for this model."""
     return [
         _named(t)
@@ -118,7 +127,7 @@ def comparison(given: Mapping[str, Any], base: Job) -> list[dict[str, Any]]:
                 "serving": list(t.strategy.serving),
             },
         }
-        for t in trials(given, base)
+        for t in trials(given, base, degree)
     ]
 
 

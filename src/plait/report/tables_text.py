@@ -50,6 +50,8 @@ def _head(console: "Console", assumed: Row) -> None:
     if "seq_len" in assumed:
         parts += [f"{assumed['global_batch']} samples of {assumed['seq_len']} tokens a step"]
         parts += [assumed["dtype"], f"recompute {assumed['recompute']}"]
+    if "degree" in assumed:
+        parts.append(f"degree {assumed['degree']}")
     console.print(f"\n[bold]{_plain(assumed['model'])}[/] · {_plain(' · '.join(parts))}")
 
 
