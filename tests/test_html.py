@@ -17,7 +17,7 @@ from plait.report.build import report
 from plait.report.facts import flags, traffic_axes
 from plait.report.html import page
 from plait.report.numbers import amount
-from plait.report.timeline import MOST, drawn
+from plait.report.timeline import IN_A_PAGE, drawn
 from plait.rules import check
 from plait.spec.findings import error
 from plait.spec.grid import expert_traffic_grid, traffic_grid
@@ -49,7 +49,7 @@ def answer(**given):
 
 
 def drawing(job):
-    return drawn(job, MOST) if job.layout.pp > 1 else None
+    return drawn(job) if job.layout.pp > 1 else None
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -306,11 +306,11 @@ def test_the_pipeline_is_drawn(case):
 
 def test_a_long_step_is_drawn_with_fewer_micro_batches_and_says_so():
     job, said = answer(**SMALL, gpus="h100:8", pp=4, accumulation=1000)
-    timeline = drawn(job, MOST)
-    assert sum(map(len, timeline.table.ranks)) <= MOST
+    timeline = drawn(job)
+    assert sum(map(len, timeline.table.ranks)) <= IN_A_PAGE
     text = page(said, timeline)
     assert f"Drawn with {timeline.table.micro_batches} of its 1000 micro batches" in text
-    assert drawn(job).table.micro_batches == 1000
+    assert drawn(job, 10**9).table.micro_batches == 1000
 
 
 def test_a_table_in_a_file_is_drawn_whole_or_not_at_all(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from plait.report.build import report
 from plait.report.html import page
 from plait.report.numbers import amount
-from plait.report.timeline import MOST, drawn
+from plait.report.timeline import drawn
 from plait.rules import check
 from plait.spec.grid import expert_traffic_grid, traffic_grid
 from plait.spec.jobfile import read_job
@@ -44,7 +44,7 @@ def case(request, tmp_path_factory):
     job = read_job("plan", model=given.pop("model"), gpus=given.pop("gpus"), overrides=given)
     said = report(job, check(job, "plan"))
     file = tmp_path_factory.mktemp("page") / "a.html"
-    file.write_text(page(said, drawn(job, MOST)), "utf-8")
+    file.write_text(page(said, drawn(job)), "utf-8")
     return job, said, file.as_uri()
 
 

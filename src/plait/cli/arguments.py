@@ -183,14 +183,15 @@ def load_job(
     """The job, and what the rules find about it.
 
     Args:
-        given: as `parse` returns it. findings: what is wrong with the arguments already.
+        given: as `parse` returns it; what is no field of a job is left alone. findings: what is
+            wrong with the arguments already.
         further: finds more than the rules do.
 
     Raises:
         UserError: every problem of arguments, file, fields, and, where there is one, all that
             the rules say is illegal.
     """
-    overrides = {path: text for path, text in given.items() if path != "json"}
+    overrides = {path: text for path, text in given.items() if path in FLAGS.values()}
     if model is not None and "model" in overrides:
         message = f"two models: {model} and --model {overrides['model']}"
         findings = [*findings, error("model", overrides["model"], message, model)]

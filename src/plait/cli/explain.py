@@ -1,6 +1,7 @@
 """plait explain: what a layout holds, sends and takes, from formulas alone."""
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,15 +37,18 @@ def ask(
     Raises:
         UserError: every problem of arguments, file and fields, the page's file among them.
     """
+    given, subjects, findings = parse(argv, *asking(command, words))
+    file, model, more = model_or_file(subjects)
+    findings = [*findings, *more, *outputs(given, ["html"])]
+    return given, *load_job("plan", given, findings, file=file, model=model)
+
+
+def asking(command: str, words: str) -> tuple[ArgumentParser, Mapping[str, str]]:
+    """The parser and the flags of a command that answers with a REPORT."""
     usage = f"MODEL --gpus GPU:COUNT [--tp N] ...  |  plait {command} JOB.toml ..."
     parser = job_parser(command, usage, words)
     parser.add_argument("--html", metavar="FILE", help="write the answer as a page there, too")
-    given, subjects, findings = parse(argv, parser, FLAGS | {"--html": "html"})
-    file, model, more = model_or_file(subjects)
-    findings = [*findings, *more, *outputs(given, ["html"])]
-    fields = {path: text for path, text in given.items() if path != "html"}
-    job, found = load_job("plan", fields, findings, file=file, model=model)
-    return given, job, found
+    return parser, FLAGS | {"--html": "html"}
 
 
 def show(answer: dict[str, Any], job: Job, given: Mapping[str, Any]) -> None:
@@ -60,9 +64,9 @@ def show(answer: dict[str, Any], job: Job, given: Mapping[str, Any]) -> None:
 
 def _page(answer: dict[str, Any], job: Job) -> str:
     from plait.report.html import page
-    from plait.report.timeline import MOST, drawn
+    from plait.report.timeline import drawn
 
-    return page(answer, drawn(job, MOST) if _pipelined(answer, job) else None)
+    return page(answer, drawn(job) if _pipelined(answer, job) else None)
 
 
 def _text(answer: dict[str, Any], job: Job) -> str:
@@ -70,9 +74,9 @@ def _text(answer: dict[str, Any], job: Job) -> str:
 
     if not _pipelined(answer, job):
         return render(answer)
-    from plait.report.timeline import drawn
+    from plait.report.timeline import for_text
 
-    return render(answer, timeline=drawn(job))
+    return render(answer, timeline=for_text(job))
 
 
 def _pipelined(answer: dict[str, Any], job: Job) -> bool:

@@ -8,11 +8,17 @@ from plait.spec.findings import UserError
 from plait.spec.job import Job
 from plait.spec.schedule import is_file
 
-#: Actions that are drawn: some 200 bytes each in a page.
-MOST = 2500
+#: Actions that a page draws, some 200 bytes each; that a rank has where text draws it.
+IN_A_PAGE, OF_A_RANK = 2500, 32
 
 
-def drawn(job: Job, most: int | None = None) -> Timeline | None:
+def for_text(job: Job) -> Timeline | None:
+    """`drawn` for the columns of a terminal: two dozen micro batches are legible there."""
+    layout = job.layout
+    return drawn(job, layout.pp * layout.vpp * max(OF_A_RANK, 2 * layout.pp))
+
+
+def drawn(job: Job, most: int = IN_A_PAGE) -> Timeline | None:
     """The step of a legal job with pp above 1, in units of 10^12 operations.
 
     Args:
@@ -22,7 +28,7 @@ def drawn(job: Job, most: int | None = None) -> Timeline | None:
     layout, train = job.layout, job.train
     for micro_batches in _fewer(train.accumulation, layout.pp):
         # Two actions a chunk and micro batch at least, so that a long table is not built in vain.
-        if most is not None and 2 * layout.pp * layout.vpp * micro_batches > most:
+        if 2 * layout.pp * layout.vpp * micro_batches > most:
             continue
         whole = micro_batches == train.accumulation
         if is_file(layout.schedule) and not whole:
@@ -31,7 +37,7 @@ def drawn(job: Job, most: int | None = None) -> Timeline | None:
             table = table_of(replace(job, train=replace(train, accumulation=micro_batches)))
         except UserError:  # too few for this schedule
             continue
-        if most is None or sum(map(len, table.ranks)) <= most:
+        if sum(map(len, table.ranks)) <= most:
             return simulate(table, _scaled(chunk_times(job.model, layout, train.seq_len)))
     return None
 

@@ -22,9 +22,9 @@ MARKS = {
     "allocator": (":", "bright_black"),
     "context": ("%", "bright_black"),
 }
-#: Stages whose memory stands side by side; of more, those that hold most. Of up to so many stages
-#: every moment has a bar, of more the fullest.
-_SIDE_BY_SIDE, _ALL_MOMENTS = 6, 4
+#: Stages whose numbers stand side by side, and that have a bar; of more, those that hold most. Of
+#: up to so many every moment has a bar, of more the fullest.
+_SIDE_BY_SIDE, _BARS, _ALL_MOMENTS = 6, 16, 4
 
 
 def memory(console: "Console", report: dict[str, Any]) -> None:
@@ -35,12 +35,15 @@ def memory(console: "Console", report: dict[str, Any]) -> None:
     if len({row["stage"] for row in rows}) > 1:
         where += f" on stage {fullest['stage']}"
         groups = _alike(rows)
-        columns = [(f"stage {spans(stages)}", row) for stages, row in groups]
+        most = _fullest(groups, _SIDE_BY_SIDE)
+        columns = [(f"stage {spans(stages)}", row) for stages, row in most]
         bars = [
-            (f"{name} " if i == 0 else "", row)
-            for (stages, top), (name, _) in zip(groups, columns, strict=True)
+            (f"stage {spans(stages)} " if i == 0 else "", row)
+            for stages, top in _fullest(groups, _BARS)
             for i, row in enumerate(_moments(rows, top, len(groups)))
         ]
+        if len(groups) > _SIDE_BY_SIDE:
+            where += "; in numbers the stages that hold most"
     else:
         columns = [("", row) for row in rows]
         bars = columns
@@ -64,9 +67,13 @@ def _alike(rows: list[Row]) -> list[tuple[list[int], Row]]:
         peak = max((r for r in rows if r["stage"] == stage), key=lambda row: row["total"])
         key = tuple(amount(peak[name]) for name in (*MEMORY_CLASSES, "total"))
         alike.setdefault((peak["moment"], *key), []).append(peak)
-    groups = sorted(alike.values(), key=lambda g: -g[0]["total"])[:_SIDE_BY_SIDE]
-    groups.sort(key=lambda g: g[0]["stage"])
-    return [([peak["stage"] for peak in g], g[0]) for g in groups]
+    return [([peak["stage"] for peak in g], g[0]) for g in alike.values()]
+
+
+def _fullest(groups: list[tuple[list[int], Row]], n: int) -> list[tuple[list[int], Row]]:
+    """The n that hold most, in the order of the stages."""
+    most = sorted(groups, key=lambda group: -group[1]["total"])[:n]
+    return sorted(most, key=lambda group: group[1]["stage"])
 
 
 def _moments(rows: list[Row], fullest: Row, groups: int) -> list[Row]:

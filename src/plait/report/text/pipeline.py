@@ -28,5 +28,8 @@ def pipeline(console: "Console", report: dict[str, Any], timeline: "Timeline | N
     if timeline is not None and layout["pp"] <= DRAWN:
         from plait.schedules.draw import drawing
 
+        shown, whole = timeline.table.micro_batches, report["batch"]["accumulation"]
+        if shown < whole:
+            console.print(f"  [dim]drawn with {shown} of its {whole} micro batches[/]")
         colour = console.color_system is not None and not console.no_color
         console.print(drawing(timeline.table, timeline, console.width, colour), soft_wrap=True)
