@@ -6,11 +6,12 @@ import shlex
 import sys
 import tomllib
 from dataclasses import MISSING, fields
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from plait.cli import arguments, schedule
+from plait.cli import arguments, explain, schedule
 from plait.cli.main import COMMANDS
 from plait.spec.findings import UserError
 from plait.spec.job import Checkpoint, Data, Train
@@ -81,6 +82,8 @@ def test_commands_are_understood(command):
         return
     if name == "presets":
         parser, flags = arguments.parser(name, "", ""), {}
+    elif name in ("explain", "dryrun"):
+        parser, flags = explain.asking(name, "")
     else:
         parser, flags = arguments.job_parser(name, "", ""), arguments.FLAGS
     given, rest, findings = arguments.parse(words, parser, flags)
@@ -185,7 +188,7 @@ def test_job_files_that_are_shown_can_be_read(path, tmp_path):
 
 def test_every_dependency_has_a_reason():
     project = tomllib.loads(page("pyproject.toml"))["project"]
-    named = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    named = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     wanted = {re.match(r"[\w-]+", text)[0] for text in named}
     assert set(re.findall(r"^\| `([\w-]+)` \|", page("docs/dependencies.md"), re.M)) == wanted
 
