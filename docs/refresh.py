@@ -2,9 +2,9 @@
 
     python docs/refresh.py
 
-Two things are kept fresh. A `console` block whose command is `plait explain`, `plait dryrun` or
-`plait schedule`: what follows the command is what it prints, of a dry run the part that `explain`
-does not have. And a table under a comment such as
+Two things are kept fresh. A `console` block whose command is `plait explain`, `plait dryrun`,
+`plait schedule` or `plait tables`: what follows the command is what it prints, of a dry run the
+part that `explain` does not have. And a table under a comment such as
 
     <!-- plait explain llama3.1-8b --gpus h100:64 | --zero 1 | --zero 3 -->
     <!-- plait schedule --pp 8 --microbatches 32 | 1f1b | zbv -->
@@ -26,7 +26,8 @@ from plait.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 STATES = ("parameters", "gradients", "optimizer")
-_CONSOLE = re.compile(r"```console\n\$ (plait (?:explain|dryrun|schedule) .*)\n(?:.*\n)*?```\n")
+_SHOWN = "explain|dryrun|schedule|tables"
+_CONSOLE = re.compile(rf"```console\n\$ (plait (?:{_SHOWN}) .*)\n(?:.*\n)*?```\n")
 _TABLE = re.compile(r"<!-- (plait (?:explain|schedule) .*?) -->\n+(?:\|.*\n)*\n*")
 
 

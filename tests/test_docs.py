@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import arguments, explain, schedule
+from plait.cli import arguments, explain, schedule, tables
 from plait.cli.main import COMMANDS
 from plait.spec.findings import UserError
 from plait.spec.job import Checkpoint, Data, Train
@@ -79,6 +79,9 @@ def test_commands_are_understood(command):
     if name == "schedule":
         if not any(word.endswith(".csv") for word in words[:1]):
             schedule.read(words)
+        return
+    if name == "tables":
+        tables.read(words)
         return
     if name == "presets":
         parser, flags = arguments.parser(name, "", ""), {}
