@@ -124,6 +124,22 @@ def rows_alike(rows: list[Row]) -> list[tuple[Row, list[int]]]:
     return [(g[0], [row["stage"] for row in g]) for g in ordered]
 
 
+def recipe(report: Report) -> tuple[str, str]:
+    """Bytes of model states a parameter: in all, and on one rank."""
+    known = report["memory"]["recipe"]
+    dense, experts = known["dense"], known["experts"]
+    parts = " + ".join(f"{dense[name]} {name}" for name in ("weights", "gradients", "optimizer"))
+    of_experts = f"; of experts {_on_a_rank(experts)}" if experts else ""
+    return (
+        f"{parts} = {dense['total']} bytes a parameter",
+        f"on a rank {_on_a_rank(dense)}{of_experts}",
+    )
+
+
+def _on_a_rank(row: Row) -> str:
+    return row["formula"] + (f", N = {row['shards']}" if "N" in row["formula"] else "")
+
+
 class Sent(NamedTuple):
     """What a rank sends on one axis in a step, bytes; `phases`: phase -> bytes on the wire."""
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from plait.cost.ledger import MEMORY_CLASSES
-from plait.report.facts import Row, held_alike
+from plait.report.facts import Row, held_alike, recipe
 from plait.report.html.element import Markup, element, join
 from plait.report.numbers import amount, spans
 
@@ -47,6 +47,7 @@ def memory(report: dict[str, Any]) -> Markup:
         legend,
         element("div", *bars, class_="bars many" if len(alike) > _MANY else "bars"),
         end,
+        element("p", f"States: {', '.join(recipe(report))}.", class_="aside"),
         _table(alike, seen),
         aria_label="Memory",
     )

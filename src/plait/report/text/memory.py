@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from plait.cost.ledger import MEMORY_CLASSES
-from plait.report.facts import Row
+from plait.report.facts import Row, recipe
 from plait.report.numbers import amount, spans
 from plait.report.text.lines import bar, heading
 
@@ -50,6 +50,8 @@ def memory(console: "Console", report: dict[str, Any]) -> None:
     heading(console, "Memory of a rank", where)
     _bars(console, bars, held)
     _numbers(console, columns)
+    whole, own = recipe(report)
+    console.print(f"  [dim]states: {whole},[/]\n  [dim]{own}[/]")
     if held["device_bytes"] is not None:
         extra = (
             ("allocator", "reserve of the allocator", held["reserved_bytes"]),
