@@ -116,18 +116,18 @@ def parse(
     argv: Sequence[str], parser: argparse.ArgumentParser, flags: Mapping[str, str] = FLAGS
 ) -> tuple[dict[str, Any], list[str], list[Finding]]:
     """Dotted path -> text of every flag, the arguments that are no flags, and what is wrong."""
-    tidy, words, findings = _pair(argv, flags)
+    switches = [s for a in parser._actions if a.nargs == 0 for s in a.option_strings]
+    tidy, words, findings = _pair(argv, flags, switches)
     return vars(parser.parse_args(tidy)), words, findings
 
 
 def _pair(
-    argv: Sequence[str], flags: Mapping[str, str]
+    argv: Sequence[str], flags: Mapping[str, str], switches: Sequence[str]
 ) -> tuple[list[str], list[str], list[Finding]]:
     """Flags as --name=text, other words, unknown flags and flags without their text.
 
     argparse stops at the first problem, and takes the text "-1e-3" for a flag.
     """
-    switches = ("--json", "--help", "-h")
     tidy: list[str] = []
     words: list[str] = []
     findings: list[Finding] = []
@@ -147,7 +147,7 @@ def _pair(
         elif flag in switches:
             findings.append(error(flag, text, f"{flag} takes no value", rule="arguments"))
         elif flag not in flags:
-            match = closest(flag, (*flags, *switches[:2]))
+            match = closest(flag, (*flags, *(s for s in switches if s.startswith("--"))))
             text = text if equals else _text(rest)
             findings.append(error(flag, text, "no such flag", match, "unknown-flag"))
         elif equals:

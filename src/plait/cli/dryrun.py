@@ -1,22 +1,67 @@
-"""plait dryrun: one rank of a layout under fake tensors, held against the formulas."""
+"""plait dryrun: ranks of a layout under fake tensors, held against the formulas."""
+
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
 
 from plait.cli.explain import ask, show
-from plait.spec.findings import UserError
+from plait.spec.findings import Finding, UserError, error
 
 _WORDS = """\
-Run the training program of one rank with fake tensors and no other ranks, at any size, and
-compare what it sends and holds with what `plait explain` says. Exit code 1: they differ."""
+Run the training program with fake tensors and no other ranks, at any size, and compare what it
+sends and holds with what `plait explain` says. One rank of each kind is run, and of what repeats
+(micro batches, layers) as much as is needed to tell the rest. Exit code 1: they differ, or ranks
+of a group do not issue the same collectives."""
+
+#: Seconds without a word.
+_QUIET = 2.0
 
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    given, job, found = ask("dryrun", _WORDS, argv)
-    errors = [f for f in found if f.level == "error"]
+    given, job, found = ask("dryrun", _WORDS, argv, _flags)
+    rank, wrong = _rank(given.get("rank"), job.layout.world)
+    errors = [f for f in found if f.level == "error"] + wrong
     if errors:  # an illegal layout can be explained, but not run
         raise UserError(errors)
 
     from plait.trace.dryrun import dryrun
 
-    answer = dryrun(job, found)
+    answer = dryrun(job, found, full=given["full"], rank=rank, tell=_progress())
     show(answer, job, given)
     return 0 if answer["agree"] else 1
+
+
+def _flags(parser: ArgumentParser) -> Mapping[str, str]:
+    words = "run every action of every stage: nothing is repeated"
+    parser.add_argument("--full", action="store_true", default=False, help=words)
+    parser.add_argument("--rank", metavar="R", help="run this rank alone")
+    return {"--rank": "rank"}
+
+
+def _rank(text: str | None, world: int) -> tuple[int | None, list[Finding]]:
+    """The rank that was asked for, and what is wrong with it."""
+    if text is None:
+        return None, []
+    try:
+        rank = int(text)
+    except ValueError:
+        return None, [error("rank", text, "must be a number", 0)]
+    nearest = min(max(rank, 0), world - 1)
+    if rank != nearest:
+        return None, [error("rank", rank, f"there are ranks 0 to {world - 1}", nearest)]
+    return rank, []
+
+
+def _progress() -> Callable[[str], None]:
+    """Prints what is being done, of many things now and then one."""
+    last = time.monotonic()
+
+    def tell(doing: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _QUIET:
+            last = time.monotonic()
+            print(f"dry run: {doing}", file=sys.stderr, flush=True)
+
+    return tell

@@ -2,7 +2,7 @@
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plait.cli.arguments import FLAGS, job_parser, load_job, model_or_file, parse
@@ -29,15 +29,19 @@ def run(argv: list[str]) -> int:
 
 
 def ask(
-    command: str, words: str, argv: Sequence[str]
+    command: str,
+    words: str,
+    argv: Sequence[str],
+    own: Callable[[ArgumentParser], Mapping[str, str]] = lambda _: {},
 ) -> tuple[Mapping[str, Any], Job, list[Finding]]:
     """The question of a command that answers with a REPORT: its flags, the job, what the rules say
-    of it.
+    of it. own: adds flags of the command's own to the parser, and returns those with a value.
 
     Raises:
         UserError: every problem of arguments, file and fields, the page's file among them.
     """
-    given, subjects, findings = parse(argv, *asking(command, words))
+    parser, flags = asking(command, words)
+    given, subjects, findings = parse(argv, parser, flags | own(parser))
     file, model, more = model_or_file(subjects)
     findings = [*findings, *more, *outputs(given, ["html"])]
     return given, *load_job("plan", given, findings, file=file, model=model)

@@ -9,7 +9,7 @@ micro batches is these one after the other.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -146,9 +146,9 @@ def covering(actions: Sequence[Action], table: Table, stage: int) -> set[int]:
 # Running
 
 
-def trace(program: Program, full: bool = False) -> Traced:
+def trace(program: Program, full: bool, tell: Callable[[str], None]) -> Traced:
     """Runs a step of a rank: actions of every kind, cut at their layers too where there is no
-    pipeline; or with `full` all of it, as one piece."""
+    pipeline; or with `full` all of it, as one piece. tell: told what it is about to do."""
     job, stage = program.job, program.mesh["pp"].rank
     row, table = program.actions, program.table
     if not full:
@@ -158,8 +158,13 @@ def trace(program: Program, full: bool = False) -> Traced:
     with MemoryTracker(program) as tracker, Recorder(program.mesh) as recorder:
         watch = _Watch(tracker, recorder, [(f"in {a}", key) for a, key in coming])
         held = tracker.before
-        if not full:
-            program.mesh.scope.note = watch.note
+
+        def note(doing: str) -> None:
+            tell(doing)
+            if not full:
+                watch.note(doing)
+
+        program.mesh.scope.note = note
         hooks = watch.at_layers(program) if job.layout.pp == 1 and not full else []
         program.step([fake_batch(job)] * job.train.accumulation, 1)
         watch.end()

@@ -7,7 +7,7 @@ any machine, and held against the formulas. What is repeated need not be run aga
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from plait.cost.context import fullest
@@ -72,6 +72,9 @@ def dryrun(
     if rank is not None:
         stage = _place(job, rank)[0]
         sent, held = sent.of_stage(stage), [row for row in held if row.stage == stage]
+        if _ring(job, rank) != fullest(job.layout):  # the formulas are of the rank that holds most
+            most = {row.moment: row.total for row in measured.memory}
+            held = [replace(row, total=min(row.total, most[row.moment])) for row in held]
     found = differences(sent, measured.traffic)
     found += memory_differences(held, measured.memory)
     found += measured.unlike
@@ -122,12 +125,12 @@ def measure(
         kind = stage if full else _stage_kind(job, table, stage)
         if kind not in seen or not seen[kind].parts.keys() >= set(keys):
             tell(f"running rank {number}, stage {stage + 1} of {job.layout.pp}")
-            traced = _traced(job, number, full)
+            traced = _traced(job, number, full, tell)
             seen[kind] = traced if kind not in seen else seen[kind].and_(traced)
             other = (stage + 1) * per_stage - 1 - inside
             if opposite and other != number:
                 tell(f"running rank {other}, to see that it issues the same collectives")
-                lines += _unlike(job, (number, other), traced, full)
+                lines += _unlike(job, (number, other), traced, full, tell)
         traced = seen[kind]
         for key, times in Counter(keys).items():
             add_traffic(ledger, traced[key].traffic, times, stage)
@@ -146,6 +149,11 @@ def _place(job: Job, rank: int | None) -> tuple[int, int]:
     if rank is not None:
         return divmod(rank, job.layout.world // job.layout.pp)
     return 0, dense_grid(job.layout).rank(cp=fullest(job.layout) * job.layout.ulysses)
+
+
+def _ring(job: Job, rank: int) -> int:
+    """The position of a rank in its ring."""
+    return dense_grid(job.layout).coordinate(rank)["cp"] // job.layout.ulysses
 
 
 def _routed(job: Job, rank: int | None) -> Routed | None:
@@ -194,27 +202,28 @@ def _sharing(job: Job, table: Table, stage: int) -> list[int]:
 # Running
 
 
-def _traced(job: Job, rank: int, full: bool) -> Traced:
+def _traced(job: Job, rank: int, full: bool, tell: Tell) -> Traced:
     """What is seen of a rank's step; of a model without a pipeline that is deep enough, in a few
     of its layers."""
     found = None if full or job.layout.pp > 1 else shallow(job)
     if found is not None:
         short, longer, layers, times = found
         if rhythm(job, layers, times):
-            deep = deepened(_run(short, rank), _run(longer, rank), layers, times)
+            seen = (_run(part, rank, full, tell) for part in (short, longer))
+            deep = deepened(*seen, layers, times)
             if deep is not None:
                 return deep
-    return _run(job, rank, full)
+    return _run(job, rank, full, tell)
 
 
-def _run(job: Job, rank: int, full: bool = False) -> Traced:
+def _run(job: Job, rank: int, full: bool, tell: Tell) -> Traced:
     with fake_program(job, rank) as program:
-        return trace(program, full)
+        return trace(program, full, lambda doing: tell(f"rank {rank} {doing}"))
 
 
-def _unlike(job: Job, ranks: tuple[int, int], here: Traced, full: bool) -> list[str]:
+def _unlike(job: Job, ranks: tuple[int, int], here: Traced, full: bool, tell: Tell) -> list[str]:
     """Where the rank at the opposite corner of a stage issues other collectives."""
-    there = _traced(job, ranks[1], full)
+    there = _traced(job, ranks[1], full, tell)
     both = tuple(
         [At(issue, _said(key)) for key in here.parts for issue in t[key].issued]
         for t in (here, there)

@@ -136,9 +136,7 @@ class Recorder(TorchDispatchMode):
             peer = args[_PEER] if collective == "send" else -1
             self._issue(axis, collective, dtype, None if uneven else size, peer)
 
-    def _issue(
-        self, axis: Axis, collective: str, dtype: str, size: int | None, peer: int
-    ) -> None:
+    def _issue(self, axis: Axis, collective: str, dtype: str, size: int | None, peer: int) -> None:
         name = self._names.get(id(axis), axis.name)
         self.issued.append(Issue(name, collective, dtype, size, peer))
 
