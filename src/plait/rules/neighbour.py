@@ -51,8 +51,9 @@ def neighbour(job: Job, suggest: Suggest) -> tuple[Job, dict[str, Any]] | None:
         layout = Layout.fill(job.layout.world, **told)
     except UserError:
         return None
-    if layout.dp != job.layout.dp and job.layout.dp_replicate > 1:  # which may have been given
-        said |= {f"layout.{axis}": getattr(layout, axis) for axis in ("dp_replicate", "dp_shard")}
+    for axis in ("dp_replicate", "dp_shard"):  # which may have been given
+        if getattr(layout, axis) != getattr(job.layout, axis):
+            said[f"layout.{axis}"] = getattr(layout, axis)
     samples, train = layout.micro_batch * layout.dp, job.train
     if "train.accumulation" in said:
         batch = samples * said["train.accumulation"]
