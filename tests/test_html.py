@@ -313,6 +313,14 @@ def test_a_long_step_is_drawn_with_fewer_micro_batches_and_says_so():
     assert drawn(job, 10**9).table.micro_batches == 1000
 
 
+def test_a_step_is_not_drawn_with_so_few_micro_batches_that_it_is_another():
+    """At least as many as stages, or no rank would do what it does for most of the step."""
+    job, said = answer(model="llama3.1-405b", gpus="h100:63", pp=63, accumulation=126)
+    assert drawn(job, 63 * 126).table.micro_batches == 63
+    assert drawn(job) is None
+    assert "too many actions" in page(said, None)
+
+
 def test_a_table_in_a_file_is_drawn_whole_or_not_at_all(tmp_path):
     file = tmp_path / "table.csv"
     assert main(["schedule", "1f1b", "--pp", "2", "--microbatches", "8", "--csv", str(file)]) == 0

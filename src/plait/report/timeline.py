@@ -8,44 +8,44 @@ from plait.spec.findings import UserError
 from plait.spec.job import Job
 from plait.spec.schedule import is_file
 
-#: Actions that a page draws, some 200 bytes each; that a rank has where text draws it.
-IN_A_PAGE, OF_A_RANK = 2500, 32
-
-
-def for_text(job: Job) -> Timeline | None:
-    """`drawn` for the columns of a terminal: two dozen micro batches are legible there."""
-    layout = job.layout
-    return drawn(job, layout.pp * layout.vpp * max(OF_A_RANK, 2 * layout.pp))
+#: Actions that a page draws at most, some 200 bytes each; micro batches that text draws at least.
+IN_A_PAGE, IN_TEXT = 2500, 16
 
 
 def drawn(job: Job, most: int = IN_A_PAGE) -> Timeline | None:
     """The step of a legal job with pp above 1, in units of 10^12 operations.
 
-    Args:
-        most: where it has more actions than this, the same schedule with as many micro batches as
-            it allows; None where it has none so short (a table in a file).
+    Where it has more than `most` actions, the same schedule with fewer micro batches: a multiple
+    of pp of them, so that every rank gets into its stride. None where none is so short.
     """
-    layout, train = job.layout, job.train
-    for micro_batches in _fewer(train.accumulation, layout.pp):
-        # Two actions a chunk and micro batch at least, so that a long table is not built in vain.
-        if 2 * layout.pp * layout.vpp * micro_batches > most:
-            continue
-        whole = micro_batches == train.accumulation
-        if is_file(layout.schedule) and not whole:
-            return None
-        try:
-            table = table_of(replace(job, train=replace(train, accumulation=micro_batches)))
-        except UserError:  # too few for this schedule
-            continue
-        if sum(map(len, table.ranks)) <= most:
-            return simulate(table, _scaled(chunk_times(job.model, layout, train.seq_len)))
+    pp, whole = job.layout.pp, job.train.accumulation
+    # Two actions a chunk and micro batch at least: a longer table is not built in vain.
+    room = most // (2 * pp * job.layout.vpp)
+    for n in (whole, *range(min(whole - 1, room) // pp * pp, 0, -pp)):
+        step = _step(job, n) if n <= room else None
+        if step and sum(map(len, step.table.ranks)) <= most:
+            return step
     return None
 
 
-def _fewer(micro_batches: int, pp: int) -> list[int]:
-    """All micro batches, then fewer of them: first multiples of pp."""
-    multiples = range(min(micro_batches - 1, 64 * pp) // pp * pp, 0, -pp)
-    return [micro_batches, *multiples, *(n for n in (pp // 2, pp // 4, pp // 8, 1) if n > 0)]
+def for_text(job: Job) -> Timeline:
+    """`drawn` with as few micro batches as show the order: that is legible in a terminal."""
+    pp, whole = job.layout.pp, job.train.accumulation
+    fewer = range(-(-IN_TEXT // pp) * pp, whole, pp)
+    steps = (_step(job, n) for n in (*fewer, whole))
+    return next(step for step in steps if step)
+
+
+def _step(job: Job, micro_batches: int) -> Timeline | None:
+    """The step with so many micro batches; None where the schedule has none such."""
+    layout, train = job.layout, job.train
+    if is_file(layout.schedule) and micro_batches != train.accumulation:
+        return None
+    try:
+        table = table_of(replace(job, train=replace(train, accumulation=micro_batches)))
+    except UserError:  # the number does not suit the schedule
+        return None
+    return simulate(table, _scaled(chunk_times(job.model, layout, train.seq_len)))
 
 
 def _scaled(times: Times) -> Times:
