@@ -171,8 +171,9 @@ def _defaults(table: _Table, given: dict[str, Any]) -> dict[str, Any]:
         sizes = {"model.layers", "model.hidden", "model.heads", "model.vocab"}
         if sizes <= given.keys():
             defaults.pop("model", None)
-    if any(path.startswith("layout.") and path != "layout.micro_batch" for path in given):
-        # Whoever says how the ranks are used says all of it.
+    used = {path for path in given if path.startswith("layout.") and path != "layout.micro_batch"}
+    if used or given.keys() & {"model", "gpus", "ranks"}:
+        # How the ranks are used goes with the model and the ranks; whoever says it says all of it.
         defaults = {k: v for k, v in defaults.items() if not k.startswith("layout.")}
     return defaults | given
 

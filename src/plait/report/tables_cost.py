@@ -36,7 +36,7 @@ def path_of(job: Job, axis: str, collective: str, phase: str) -> str:
         dp_replicate   as that for whole replicas; of shards after the last backward
         tp             waited for, but in backward for a column-parallel map's: its input is
                        gathered again while the input gradient is computed, and that is reduced
-                       while the weight gradient is
+                       while the weight gradient is; partial gradients and latents are waited for
         cp             blocks travel while attention over another one is computed, gradients of
                        gathered keys are waited for
         pp             stages go on with other micro batches; what these cannot fill is the bubble
@@ -47,10 +47,11 @@ def path_of(job: Job, axis: str, collective: str, phase: str) -> str:
         # Of the two one after the other, the first is waited for.
         return "critical" if axis == "fsdp" and layout.dp_replicate > 1 else "hidden"
     if axis == "tp" and phase == "backward":
+        latent = job.model.mla is not None
         if layout.sequence_parallel:
-            paths = {"all-gather": "partly", "reduce-scatter": "hidden"}
-            return paths.get(collective, "critical")
-        partial = any(next(b.partial_runs(), None) for b in buckets_of(job))
+            reduced = "partly" if latent else "hidden"
+            return {"all-gather": "partly", "reduce-scatter": reduced}.get(collective, "critical")
+        partial = latent or any(next(b.partial_runs(), None) for b in buckets_of(job))
         return ("partly" if partial else "hidden") if collective == "all-reduce" else "critical"
     if axis == "cp":
         return "critical" if collective == "reduce-scatter" else "hidden"

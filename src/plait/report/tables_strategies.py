@@ -148,7 +148,12 @@ STRATEGIES = (
         "gradients / N too; reduces in every micro batch",
         _shards,
         "training",
-        ("torchtitan (FSDP2 that never reshards)", "Megatron-LM (Megatron-FSDP)", "DeepSpeed"),
+        (
+            "torchtitan (FSDP2 that never reshards)",
+            "Megatron-LM (Megatron-FSDP)",
+            "Primus",
+            "DeepSpeed",
+        ),
     ),
     Strategy(
         "zero-3",
@@ -228,7 +233,7 @@ STRATEGIES = (
         "a smaller bubble than 1F1B: weight gradients fill it",
         _layers,
         "training",
-        ("torchtitan (interleaved zero bubble)", "Primus"),
+        ("torchtitan (interleaved zero bubble)", "Primus", "Megatron-DeepSpeed"),
     ),
     Strategy(
         "cp-ring",
@@ -238,8 +243,9 @@ STRATEGIES = (
         _WEIGHTS,
         "activations / N, for any number of heads",
         _pieces,
-        "training",
+        "both",
         ("Megatron-LM", "Primus", "nanotron", "MaxText"),
+        ("TensorRT-LLM (some releases)",),
     ),
     Strategy(
         "cp-all-gather",
@@ -261,7 +267,7 @@ STRATEGIES = (
         _WEIGHTS,
         "activations / N; what a rank sends falls with N",
         _exchanged_heads,
-        "training",
+        "both",
         ("Megatron-LM (a2a)", "Primus", "DeepSpeed", "MaxText"),
         ("TensorRT-LLM (some releases)",),
     ),

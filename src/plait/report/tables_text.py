@@ -141,7 +141,8 @@ def _cost(console: "Console", rows: list[Row]) -> None:
     legal = [row for row in rows if row["legal"]]
     keys = ("state_bytes", "activation_bytes", "peak_bytes", "sent_bytes")
     keys += ("critical_bytes", "partly_bytes", "hidden_bytes")
-    most = max((row[key] for row in legal for key in keys), default=0)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    most = max((row[k] for row in legal for k in keys if row["model"] == models[0]), default=0)
     # One unit for the whole table, so that its columns can be compared by eye.
     unit, size = next((u for u in _UNITS if most >= 10 * u[1]), _UNITS[-1])
     names = [*(key.removesuffix("_bytes") for key in keys), "B/param", "bubble", "even"]
@@ -160,7 +161,6 @@ def _cost(console: "Console", rows: list[Row]) -> None:
             for row in legal
         ),
     )
-    models = list(dict.fromkeys(row["model"] for row in rows))
     for other in models[1:]:
         titles = ", ".join(row["title"] for row in rows if row["model"] == other)
         console.print(f"{titles}: of {_plain(other)}, for {_plain(models[0])} has no experts")
