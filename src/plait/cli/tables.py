@@ -158,7 +158,7 @@ def _degree(text: str | None, world: int) -> int | None:
     if number and world % number == 0:
         return number
     legal = nearest(number, divisors(world))
-    message = f"{text!r} is no number of ranks that divides the {world}"
+    message = f"{text!r} does not divide the {world} ranks"
     raise UserError([error("--degree", text, message, legal)])
 
 
