@@ -216,6 +216,10 @@ def test_clusters():
     assert (h100.link, h100.nic) == (450e9, 50e9)
     assert h100.crosses((7, 8))
     assert not h100.crosses((0, 7))
+    assert [h100.bandwidth(size) for size in (2, 8)] == [450e9, 450e9]
+    mesh = presets.cluster("mi300x:8")  # a link of 64 GB/s to each of seven others
+    assert [mesh.bandwidth(size) for size in (2, 4, 8)] == [64e9, 192e9, 448e9]
+    assert presets.cluster("tpu-v5e:256").fast_domain == 256  # a slice, not its host's 8
     assert presets.cluster("a100-40gb:8").memory == 40 * 10**9
     for name in presets.cluster_names():
         assert presets.cluster(f"{name}:16").devices == 16
