@@ -7,8 +7,6 @@ one). Every ratio is above 1 where the first one named is faster. The loop is wh
 does: one expert after the other, picking its tokens out by a mask, adding its results in.
 """
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -19,7 +17,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one thread a rank; and ranks are forked
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
 from plait.models import layers as L
@@ -29,7 +26,7 @@ from plait.spec.job import Job, Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model, MoE
 from plait.train.program import MicroBatch, Program
-from sidebyside import Comparison, Step, measure, table
+from sidebyside import Comparison, Step, command, measure
 
 
 def mixture(experts: int, topk: int, hidden: int, ffn: int) -> Model:
@@ -129,29 +126,7 @@ def comparisons(quick: bool) -> list[Comparison]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="the comparisons whose name begins so")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of steps (15)")
-    parser.add_argument("--quick", action="store_true", help="few tokens: does it run?")
-    parser.add_argument("--json", action="store_true", help="the numbers on stdout")
-    args = parser.parse_args(arguments)
-    known = comparisons(args.quick)
-    chosen = [c for c in known if args.only is None or c.name.startswith(args.only)]
-    if not chosen:
-        print(f"--only {args.only}: one of {', '.join(c.name for c in known)}", file=sys.stderr)
-        return 2
-    log, results = Console(stderr=True), []
-    for comparison in chosen:
-        with log.status(comparison.name):
-            results.append(measure(comparison, args.pairs))
-        if not log.is_terminal:
-            log.print(f"{comparison.name}: {results[-1].ratio:.2f}")
-    if args.json:
-        print(json.dumps({"results": [r.json() for r in results]}))
-    else:
-        out = Console()
-        (out if out.is_terminal else Console(width=150)).print(table(results))
-    return 0
+    return command(__doc__, comparisons, measure, arguments)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
 Each line is one schedule, the same table of actions on both sides; see docs/benchmarks.md.
 """
 
-import argparse
-import json
 import os
 import sys
 import warnings
@@ -24,7 +22,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one thread a rank; and ranks are forked
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table as Printed
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -43,7 +40,7 @@ from plait.spec.chunks import chunk_layers
 from plait.spec.job import Job
 from plait.spec.layout import Layout
 from plait.train.program import MicroBatch, Program
-from sidebyside import WARM_UP, Step, run_ranks
+from sidebyside import WARM_UP, Step, command, run_ranks
 
 #: torch's class, whether its ranks hold two chunks and these as a V.
 SCHEDULES = {
@@ -392,33 +389,8 @@ def printed(results: list[Result]) -> Printed:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="the comparisons whose name begins so")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of steps (15)")
-    parser.add_argument("--quick", action="store_true", help="few micro batches: does it run?")
-    parser.add_argument("--json", action="store_true", help="the numbers on stdout")
-    args = parser.parse_args(arguments)
-    known = cases(args.quick)
-    chosen = [c for c in known if args.only is None or c.name.startswith(args.only)]
-    if not chosen:
-        print(f"--only {args.only}: one of {', '.join(c.name for c in known)}", file=sys.stderr)
-        return 2
     warnings.simplefilter("ignore")
-    log, results = Console(stderr=True), []
-    for case in chosen:
-        with log.status(case.name):
-            results.append(measure(case, args.pairs))
-        if not log.is_terminal:
-            r = results[-1]
-            log.print(f"{r.name}: {r.ratio:.2f} ({r.low:.2f}..{r.high:.2f})")
-            log.print(f"    cpu {r.ours_cpu_us:.0f} {r.theirs_cpu_us:.0f} {r.compute_us:.0f} us")
-    if args.json:
-        print(json.dumps({"results": [r.json() for r in results]}))
-    else:
-        out = Console()
-        # Into a file or a pipe: no line is cut to a terminal's width.
-        (out if out.is_terminal else Console(width=150)).print(printed(results))
-    return 0
+    return command(__doc__, cases, measure, arguments, printed=printed)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ A contender is a function (rank, ...) -> step, and a step a function without arg
 forked as the tests fork theirs.
 """
 
+import argparse
+import json
 import resource
 import sys
 from collections.abc import Callable
@@ -12,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -163,3 +167,47 @@ def table(results: list[Result]) -> Table:
             f"{r.theirs_mib:,.0f}",
         )
     return out
+
+
+def command(
+    doc: str,
+    known: Callable[[bool], list[Any]],
+    measure: Callable[[Any, int], Any],
+    arguments: list[str] | None,
+    repeats: tuple[str, int] = ("pairs", 15),
+    printed: Callable[[list[Any]], Table] = table,
+) -> int:
+    """The command of a benchmark: measures what it knows, or a part; returns the exit code.
+
+    Args:
+        doc: of the script. known: what there is to measure, of no size where it is to be quick;
+            each has a name.
+        measure: takes one of them and how often; its answer has a `ratio` and a `json`.
+        repeats: what "how often" is called, and its default. printed: the answers for people.
+    """
+    often, default = repeats
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--only", help="those whose name begins so")
+    more = f"{often} of each ({default})"
+    parser.add_argument(f"--{often}", type=int, default=default, help=more)
+    parser.add_argument("--quick", action="store_true", help="of no size: does it run?")
+    parser.add_argument("--json", action="store_true", help="the numbers on stdout")
+    args = parser.parse_args(arguments)
+    all_ = known(args.quick)
+    chosen = [c for c in all_ if args.only is None or c.name.startswith(args.only)]
+    if not chosen:
+        print(f"--only {args.only}: one of {', '.join(c.name for c in all_)}", file=sys.stderr)
+        return 2
+    log, results = Console(stderr=True), []
+    for case in chosen:
+        with log.status(case.name):
+            results.append(measure(case, getattr(args, often)))
+        if not log.is_terminal:
+            log.print(f"{case.name}: {results[-1].ratio:.3f}")
+    if args.json:
+        print(json.dumps({"results": [r.json() for r in results]}))
+    else:
+        out = Console()
+        # Into a file or a pipe: no line is cut to a terminal's width.
+        (out if out.is_terminal else Console(width=150)).print(printed(results))
+    return 0

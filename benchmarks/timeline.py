@@ -6,8 +6,6 @@ Every rank is a process that runs its row of the table in plait's runtime, with 
 the chunks of the model do nothing but sleep. See docs/benchmarks.md.
 """
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +20,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # ranks are forked
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table as Printed
 from torch import Tensor
 
@@ -36,7 +33,7 @@ from plait.schedules.table import Table
 from plait.schedules.transfers import with_transfers
 from plait.spec.layout import Layout
 from plait.spec.schedule import SCHEDULES
-from sidebyside import run_ranks
+from sidebyside import command, run_ranks
 
 #: Tiny messages: one row of so many numbers.
 _HIDDEN = 2
@@ -273,30 +270,7 @@ def printed(results: list[Result]) -> Printed:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="the cases whose name begins so")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each (5)")
-    parser.add_argument("--quick", action="store_true", help="times near nothing: does it run?")
-    parser.add_argument("--json", action="store_true", help="the numbers on stdout")
-    args = parser.parse_args(arguments)
-    known = cases(args.quick)
-    chosen = [c for c in known if args.only is None or c.name.startswith(args.only)]
-    if not chosen:
-        print(f"--only {args.only}: one of {', '.join(c.name for c in known)}", file=sys.stderr)
-        return 2
-    log, results = Console(stderr=True), []
-    for case in chosen:
-        with log.status(case.name):
-            results.append(measure(case, args.repeats))
-        if not log.is_terminal:
-            log.print(f"{case.name}: {results[-1].ratio:.3f}, {results[-1].replayed:.3f}")
-    if args.json:
-        print(json.dumps({"results": [r.json() for r in results]}))
-    else:
-        out = Console()
-        # Into a file or a pipe: no line is cut to a terminal's width.
-        (out if out.is_terminal else Console(width=150)).print(printed(results))
-    return 0
+    return command(__doc__, cases, measure, arguments, repeats=("repeats", 5), printed=printed)
 
 
 if __name__ == "__main__":

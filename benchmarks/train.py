@@ -5,8 +5,6 @@
 Each line is a comparison in one run on this machine; see docs/benchmarks.md.
 """
 
-import argparse
-import json
 import os
 import sys
 import warnings
@@ -14,10 +12,9 @@ from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one thread a rank; and ranks are forked
 
-from rich.console import Console
 
 import contenders as who
-from sidebyside import Comparison, measure, table
+from sidebyside import Comparison, command, measure
 
 
 def comparisons(quick: bool) -> list[Comparison]:
@@ -69,33 +66,8 @@ def comparisons(quick: bool) -> list[Comparison]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="the comparisons whose name begins so")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of steps (15)")
-    parser.add_argument("--quick", action="store_true", help="models of no size: does it run?")
-    parser.add_argument("--json", action="store_true", help="the numbers on stdout")
-    args = parser.parse_args(arguments)
-    known = comparisons(args.quick)
-    chosen = [c for c in known if args.only is None or c.name.startswith(args.only)]
-    if not chosen:
-        print(f"--only {args.only}: one of {', '.join(c.name for c in known)}", file=sys.stderr)
-        return 2
     warnings.simplefilter("ignore")
-    log = Console(stderr=True)
-    results = []
-    for c in chosen:
-        with log.status(f"{c.name}: {c.what}"):
-            results.append(measure(c, args.pairs))
-        if not log.is_terminal:
-            r = results[-1]
-            log.print(f"{r.name}: {r.ratio:.2f} ({r.low:.2f}..{r.high:.2f})")
-    if args.json:
-        print(json.dumps({"results": [r.json() for r in results]}))
-    else:
-        out = Console()
-        # Into a file or a pipe: no line is cut to a terminal's width.
-        (out if out.is_terminal else Console(width=150)).print(table(results))
-    return 0
+    return command(__doc__, comparisons, measure, arguments)
 
 
 if __name__ == "__main__":

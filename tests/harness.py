@@ -32,8 +32,8 @@ class Case:
     layout: Layout
     accumulation: int = 1
     seq_len: int = 16
-    document_mask: bool = False
     train: Train = field(default_factory=Train)
+    document_mask: bool = False
 
     @property
     def job(self) -> Job:

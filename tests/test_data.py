@@ -99,6 +99,19 @@ def test_named_files_are_read_whatever_their_suffix_and_in_the_order_named(tmp_p
     assert corpus.read(0, corpus.bytes).tobytes() == b"first\0second"
 
 
+def test_documents_of_a_sample(tmp_path):
+    for name, text in (("a", "abcdefg"), ("b", "h"), ("c", "ij"), ("d", "klmnopqrs")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    masked = replace(job(tmp_path), data=Data(path=(str(tmp_path),), document_mask=True))
+    corpus = Corpus.of(masked)
+    # abcd efg0 h0ij 0klm nopq rs: a document ends with its zero byte.
+    assert [corpus.documents(i) for i in range(5)] == [(4,), (4,), (2, 2), (1, 3), (4,)]
+    tokens, _, _, documents = corpus.batch(0, masked, 0, 0)
+    lengths = {bytes(corpus._window(i)[0].tolist()): corpus.documents(i) for i in range(5)}
+    assert documents == [lengths[bytes(row.tolist())] for row in tokens]
+    assert corpus.batch(0, job(tmp_path), 0, 0)[3] is None
+
+
 def test_a_corpus_of_exactly_one_sample(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abcde")
     corpus = Corpus.of(job(tmp_path / "a.txt"))

@@ -87,6 +87,8 @@ def test_more_copies_help():
         ({"replicas": 16, "nodes": 3}, "nodes", 2),
         ({"replicas": 16, "groups": 5}, "groups", 4),
         ({"replicas": 0}, "replicas", 1),
+        ({"replicas": 16.0}, "replicas", 1),
+        ({"replicas": 16, "ranks": "8"}, "ranks", 1),
     ],
 )
 def test_wrong_numbers_are_named_with_the_nearest(numbers, where, nearest):
@@ -100,5 +102,8 @@ def test_wrong_loads_are_named():
     with pytest.raises(UserError) as caught:
         place_experts([[1, 2], [1], [float("nan"), -1]], 2, 2)
     assert len(caught.value.findings) == 2
+    for load in ("x", 10**400, float("inf"), 1e308, None):
+        with pytest.raises(UserError, match="layer 0: a load is a number"):
+            place_experts([[load, 1.0]], 2, 2)
     with pytest.raises(UserError, match="no layer"):
         place_experts([], 2, 2)

@@ -44,6 +44,9 @@ LATENT = {"q_rank": (None, 48), "v_dim": (8, 16)}
 LAYOUT = {
     "tp": (1, 2, 4),
     "pp": (1, 1, 2),
+    "cp": (1, 1, 1, 2, 4),
+    "ulysses": (1, 1, 2),
+    "cp_method": ("ring", "all-gather"),
     "ep": (1, 2, 4, 8),
     "etp": (1, 1, 2),
     "zero": (0, 1, 2, 3),

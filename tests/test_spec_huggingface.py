@@ -277,6 +277,10 @@ def test_everything_wrong_at_once():
         (DEEPSEEK | {"routed_scaling_factor": -1.0}, "scaling"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob"),
+        ({"model_type": "deepseek_v2", "scoring_func": "sigmoid"}, "scoring_func"),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method"),
     ],
 )  # fmt: skip
 def test_refused(changes, where):

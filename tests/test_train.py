@@ -1,6 +1,7 @@
 """`plait train` as a person runs it: real launches, real text, what the metrics file says."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,11 @@ def test_a_mixture_goes_on_with_its_experts_elsewhere(tmp_path):
     four = plait("kept/step-00000002", *then, "--checkpoint.folder", "more", "--json", cwd=tmp_path)
     assert four.returncode == 0, four.stderr
     for run in (two, four):
-        assert json.loads(run.stdout)["differences"] == []
+        said = json.loads(run.stdout)
+        assert said["differences"] == []
+        chosen = [(sum(row["sent"]), row["sent"] == row["received"]) for row in said["experts"]]
+        assert len(set(chosen)) == 1
+        assert chosen[0][1]
     whole, rest = curve(tmp_path / "a.jsonl"), curve(tmp_path / "b.jsonl")
     assert len(whole) == 4
     assert same(whole[2:], rest[-2:])
@@ -87,6 +92,33 @@ def test_a_mixture_goes_on_with_its_experts_elsewhere(tmp_path):
         assert 1 <= line["imbalance"] <= 8
         assert line["z_loss"] == 0
         assert "dropped" not in line
+
+
+def test_documents_are_kept_apart_whatever_the_layout(tmp_path):
+    """The loss is that of one process, and is not that without the mask; the ring says how even
+    its work was."""
+    rng = random.Random(0)
+    (tmp_path / "texts").mkdir()
+    for i in range(40):
+        text = bytes(rng.randrange(97, 123) for _ in range(rng.choice((3, 20, 60, 200))))
+        (tmp_path / "texts" / f"{i}.txt").write_bytes(text)
+    common = [*SMALL, "--dtype", "float64", "--steps", "2", "--data.path", "texts"]
+    masked = ["--data.document-mask", "true"]
+
+    def run(name: str, *flags: str) -> list[tuple]:
+        done = plait(*common, *flags, "--metrics", name, "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["differences"] == []
+        return curve(tmp_path / name)
+
+    one = run("one.jsonl", "--ranks", "1", *masked)
+    ring = run("ring.jsonl", "--ranks", "4", "--tp", "1", "--cp", "4", "--zero", "3", *masked)
+    mix = ["--ranks", "4", "--tp", "1", "--cp", "4", "--ulysses", "2"]
+    assert same(one, ring)
+    assert same(one, run("mix.jsonl", *mix, "--recompute", "full", *masked))
+    assert not same(one, run("joined.jsonl", "--ranks", "1"))
+    for line in map(json.loads, (tmp_path / "ring.jsonl").read_text().splitlines()):
+        assert 1 <= line["attention_imbalance"] < 1.5
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):

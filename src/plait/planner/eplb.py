@@ -13,12 +13,14 @@ Packing is greedy: the heaviest first, each to the lightest place that has room.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.layout import divisors, nearest
 
 Loads = Sequence[Sequence[float]]
+
+#: Of a load: sums of them are exact enough, and no infinity.
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,10 @@ def place_experts(
 def _check(loads: Loads, replicas: int, ranks: int, nodes: int, groups: int) -> Iterator[Finding]:
     rule = "expert-placement"
     counts = {"replicas": replicas, "ranks": ranks, "nodes": nodes, "groups": groups}
-    wrong = [name for name, n in counts.items() if n < 1]
+    wrong = [name for name, n in counts.items() if not isinstance(n, int) or n < 1]
     for name in wrong:
-        yield error(name, counts[name], f"{name} {counts[name]} is below 1", 1, rule)
+        message = f"{name} {counts[name]!r} is no whole number from 1 on"
+        yield error(name, counts[name], message, 1, rule)
     experts = len(loads[0]) if loads else 0
     if experts < 1:
         yield error("loads", None, "loads have no layer, or no experts in it", rule=rule)
@@ -84,8 +87,9 @@ def _check(loads: Loads, replicas: int, ranks: int, nodes: int, groups: int) -> 
         if len(row) != experts:
             message = f"layer {layer} has loads of {len(row)} experts, the first of {experts}"
             yield error("loads", len(row), message, experts, rule)
-        if not all(isfinite(n) and n >= 0 for n in row):
-            yield error("loads", None, f"layer {layer}: a load is a number from 0 on", rule=rule)
+        if not all(isinstance(n, int | float) and 0 <= n <= _LARGEST for n in row):
+            message = f"layer {layer}: a load is a number from 0 to {_LARGEST:g}"
+            yield error("loads", None, message, rule=rule)
     if wrong:
         return
     if replicas < experts or replicas % ranks:

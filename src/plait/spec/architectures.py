@@ -105,6 +105,7 @@ class Architecture:
         attention_bias: Model fields that the key `attention_bias` sets.
         defaults: config keys that may be left out, with what its config class then takes.
         moe, mla: MoE and MLA fields -> config keys. moe_fixed: MoE fields of every such model.
+        expressed: config keys that may be read with these values only (the first is the usual one).
         pattern: without `layer_types`, one layer in `pattern` has full attention (0: none has).
     """
 
@@ -114,6 +115,7 @@ class Architecture:
     moe: Mapping[str, str | tuple[str, ...]] | None = None
     moe_fixed: Mapping[str, Any] = field(default_factory=dict)
     mla: Mapping[str, str] | None = None
+    expressed: Mapping[str, tuple] = field(default_factory=dict)
     pattern: int = 0
 
 
@@ -186,6 +188,11 @@ ARCHITECTURES = {
         defaults=_RARELY | {"norm_topk_prob": False, "topk_method": "greedy"},
         moe=_DEEPSEEK_MOE,
         mla=_DEEPSEEK_MLA,
+        expressed={
+            "norm_topk_prob": (False, None),
+            "scoring_func": ("softmax", None),
+            "topk_method": ("greedy", "group_limited_greedy", None),
+        },
     ),
     "deepseek_v3": Architecture(
         attention_bias=(),
@@ -193,6 +200,7 @@ ARCHITECTURES = {
         moe=_DEEPSEEK_MOE,
         moe_fixed={"score": "sigmoid", "correction": True, "group_score": "top2"},
         mla=_DEEPSEEK_MLA,
+        expressed={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
     ),
     "gpt_oss": Architecture(
         fixed={"mlp": "swiglu-clamped", "qkv_bias": True, "o_bias": True, "sinks": True},

@@ -154,7 +154,7 @@ def _activation(
 def _refuse_unexpressed(
     given: Mapping[str, Any], arch: Architecture, where: str, findings: list[Finding]
 ) -> None:
-    expressed = dict(EXPRESSED)
+    expressed = {**EXPRESSED, **arch.expressed}
     if not arch.attention_bias and "qkv_bias" not in arch.fixed:
         expressed["attention_bias"] = (False, None)
     for key, values in expressed.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,11 @@ class Routing:
     def dropped(self) -> float:
         """The share of choices that no expert took."""
         return 1 - sum(map(sum, self.received)) / max(sum(map(sum, self.sent)), 1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Tokens per expert, a dict for each mixture."""
+        names, columns = ("layer", "sent", "received"), (self.layers, self.sent, self.received)
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def taken(model: Model, modules: Iterable[Transformer], device: str) -> Tensor:

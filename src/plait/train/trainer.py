@@ -48,6 +48,8 @@ class Result:
         memory, traffic: of each rank, by memory class and by ledger entry, in a step of this run.
         predicted_bytes: a rank's memory at the peak, by the formulas.
         differences: where a rank did not send what the formulas say; a line each.
+        experts: of each mixture in the last step {"layer", "sent", "received"}: tokens that chose
+            each expert, and that it took. None without mixtures.
     """
 
     steps: int
@@ -59,6 +61,7 @@ class Result:
     traffic: list[list[dict[str, Any]]]
     predicted_bytes: int
     differences: list[str]
+    experts: list[dict[str, Any]] | None = None
 
 
 class LossScale:
@@ -132,6 +135,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
         scale.update(overflow)
         done, every = step + 1, job.train.eval_every
         evaluated = bool(every) and (done % every == 0 or done == job.train.steps)
+        routing = routing_of(job.model, result.routed, int(result.tokens))
         report.step(
             step=step,
             loss=loss,
@@ -141,7 +145,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
             memory_bytes=_memory_bytes(world.device),
             skipped=overflow,
             eval_loss=_evaluate(program, corpus, world) if evaluated else None,
-            routing=routing_of(job.model, result.routed, int(result.tokens)),
+            routing=routing,
             documents=[batch.documents for batch in batches],
         )
         every = job.checkpoint.every
@@ -159,6 +163,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
         traffic=[sent for _, sent, _ in shares],
         predicted_bytes=max(m.total for m in predicted_memory(job)),
         differences=[f"rank {r}: {d}" for r, (_, _, ds) in enumerate(shares) for d in ds],
+        experts=routing.rows() if routing else None,
     )
     report.summary(
         [Share(r, m, _by_kind(t)) for r, (m, t, _) in enumerate(shares)],
