@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,25 @@ def test_a_mixture_goes_on_with_its_experts_elsewhere(tmp_path):
         assert 1 <= line["imbalance"] <= 8
         assert line["z_loss"] == 0
         assert "dropped" not in line
+
+
+def test_the_ledger_is_shown_as_it_runs(tmp_path):
+    """The report, then each step's ledger: whole while it changes (states are made in the first
+    step), and in a line once it is the same."""
+    flags = ["--explain", "--ranks", "4", "--tp", "2", "--zero", "3", "--steps", "4", "--json"]
+    done = plait(*SMALL, *flags, "--dtype", "float32", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = done.stderr
+    assert text.index("Memory of a rank") < text.index("sent by rank 0 in step 0")
+    assert "held by rank 0 in step 1" in text
+    assert "sent by rank 0 in step 2" not in text
+    assert len(re.findall(r"step [23]: sent .* the same as before, as predicted", text)) == 2
+    sent = [row for row in json.loads(done.stdout)["traffic"][0] if row["axis"] == "tp"]
+    table = text[text.index("sent by rank 0 in step 1") :]
+    for row in sent:
+        pattern = rf"tp +{row['collective']} +{row['phase']} +{row['dtype']} +{row['count']} +(.+)"
+        bytes_, predicted = re.split(r" {2,}", re.search(pattern, table)[1].strip())
+        assert bytes_ == predicted
 
 
 def test_documents_are_kept_apart_whatever_the_layout(tmp_path):

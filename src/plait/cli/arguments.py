@@ -21,6 +21,7 @@ _TOP = {
     "ranks": ("N", "number of ranks"),
     "gpus": ("GPU:COUNT", "the cluster, as h100:64, or a file that describes it"),
     "metrics": ("FILE", "write one JSON line a step there"),
+    "explain": ("BOOL", "train: the report at the start, the ledger of every step as it runs"),
 }
 _LAYOUT = {
     "tp": ("N", "tensor parallel degree"),

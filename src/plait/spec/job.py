@@ -165,6 +165,10 @@ class Job:
     """Everything that a run needs, complete.
 
     `layout.micro_batch`, `train.global_batch` and `train.accumulation` agree (see `Batch`).
+
+    Attributes:
+        metrics: file that gets one JSON line a step ("": none).
+        explain: every step is recorded, and its ledger shown beside the predicted one.
     """
 
     model: Model
@@ -174,6 +178,7 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     cluster: Cluster | None = None
     metrics: str = ""
+    explain: bool = False
 
     @property
     def batch(self) -> Batch:

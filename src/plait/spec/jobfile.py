@@ -51,6 +51,7 @@ class _Top:
     gpus: str | None = None
     ranks: int | None = None
     metrics: str = ""
+    explain: bool = False
 
 
 TABLES = {"model": Model, "layout": Layout, "train": Train, "data": Data, "checkpoint": Checkpoint}
@@ -186,7 +187,7 @@ def draft_job(
         layout = replace(layout, stages=by_cost(spec, layout, train.seq_len))
     elif whole and stages == "balanced":
         layout = replace(layout, stages=balanced(spec.layers, layout.pp * layout.vpp))
-    return Job(spec, layout, train, data, kept, cluster, top.metrics), findings
+    return Job(spec, layout, train, data, kept, cluster, top.metrics, top.explain), findings
 
 
 def _attempt(read: Callable[[], Any], findings: list[Finding]) -> Any:

@@ -13,16 +13,20 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from plait.cost.context import imbalance
+from plait.cost.ledger import StageMemory, TrafficLedger, differences
+from plait.report.build import report
+from plait.report.text import render
 from plait.spec.findings import UserError, error
 from plait.spec.job import Job
 from plait.train.routing import Routing
+from plait.train.shown import memory_table, traffic_table
 
 #: Seconds between two lines, on a terminal and elsewhere.
 LIVE_INTERVAL, PLAIN_INTERVAL = 0.1, 5.0
@@ -97,6 +101,7 @@ class Metrics:
         self.shown = -math.inf  # when the progress was last shown
         self.pace: float | None = None  # seconds of a step, smoothed
         self.routing: Routing | None = None  # of the last step
+        self.told: object = None  # the last step's ledger, where it is shown
         self.tokens = job.train.global_batch * job.train.seq_len
 
     def __enter__(self) -> "Metrics":
@@ -118,6 +123,8 @@ class Metrics:
         """
         if not self.telling:
             return
+        if self.job.explain:
+            print(render(report(self.job, [])), file=self.console.file, flush=True)
         if self.job.metrics:
             self.file = _open(Path(self.job.metrics), first_step)
         if self.console.is_terminal:
@@ -184,6 +191,32 @@ class Metrics:
         # The first step is slow (caches, first allocations) and does not count for the rest.
         self.pace = seconds if self.pace is None or step < 2 else 0.9 * self.pace + 0.1 * seconds
         self._show(done)
+
+    def ledger(
+        self,
+        step: int,
+        predicted: TrafficLedger,
+        measured: TrafficLedger,
+        held: Sequence[StageMemory],
+        was_held: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Shows what rank 0 sent and held in a step, beside what was predicted: whole where it is
+        not as the step before, else in a line.
+
+        held, was_held: its peaks, predicted and measured, a row a moment.
+        """
+        if not self.telling:
+            return
+        now = measured.entries, [dict(row) for row in was_held]
+        if now == self.told:
+            sent = sum(amount.bytes for amount in measured.entries.values())
+            same = "as predicted" if not differences(predicted, measured) else "not as predicted"
+            words = f"step {step}: sent {readable(sent)} and held the same as before, {same}"
+            self.console.print(words, highlight=False)
+            return
+        self.told = now
+        self.console.print(traffic_table(step, predicted, measured))
+        self.console.print(memory_table(step, held, was_held))
 
     def _show(self, done: Step) -> None:
         steps = self.job.train.steps

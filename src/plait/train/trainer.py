@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cost.ledger import MEMORY_CLASSES, differences
+from plait.cost.ledger import MEMORY_CLASSES, TrafficLedger, differences
 from plait.cost.memory import memory as predicted_memory
 from plait.cost.traffic import traffic
 from plait.parallel.check import make_check
@@ -148,6 +148,9 @@ def train(job: Job, world: World, report: Metrics) -> Result:
             routing=routing,
             documents=[batch.documents for batch in batches],
         )
+        if job.explain:
+            held = [row for row in predicted_memory(job) if row.stage == mesh.coordinate["pp"]]
+            report.ledger(step, watch.predicted, watch.recorder.ledger, held, watch.tracker.rows())
         every = job.checkpoint.every
         if folder and (done == job.train.steps or (every and done % every == 0)):
             mesh.scope.note("saving a checkpoint")
@@ -202,12 +205,11 @@ def _batches(corpus: Corpus, job: Job, mesh: Mesh, step: int) -> list[tuple]:
 
 class _Watch:
     """Looks over a run's shoulder: compares collectives before they are issued, and records what
-    one step holds and sends (the second, when nothing is allocated for the first time)."""
+    one step holds and sends (the second, when nothing is allocated for the first time; every one
+    where the job is to be explained)."""
 
     def __init__(self, program: Program, world: World, start: int):
         self.program, self.world, self.start = program, world, start
-        self.recorder, self.tracker = Recorder(program.mesh), MemoryTracker(program)
-        self.routed = RoutedRecorder(program)
         steps = program.job.train.steps
         self.recorded = start + 1 if start + 1 < steps else start
         self.when, self.check = program.job.train.check_collectives, None
@@ -219,21 +221,29 @@ class _Watch:
         stack = ExitStack()
         first = step == self.start and self.when == "first-step"
         self.program.mesh.scope.check = self.check if first or self.when == "always" else None
-        if step == self.recorded:
+        if step == self.recorded or self.program.job.explain:
+            program = self.program
+            self.recorder, self.tracker = Recorder(program.mesh), MemoryTracker(program)
+            self.routed = RoutedRecorder(program)
             stack.enter_context(self.recorder)
             stack.enter_context(self.tracker)
             stack.enter_context(self.routed)
         return stack
 
+    @property
+    def predicted(self) -> TrafficLedger:
+        """What the formulas say that this rank sent in the step recorded last."""
+        ledger = traffic(self.program.job, self.routed.rows)
+        return ledger.of_stage(self.program.mesh.coordinate["pp"])
+
     def gather(self) -> list[tuple[dict[str, int], list[dict[str, Any]], list[str]]]:
         """Of every rank: memory by class, traffic entries, and where they were not predicted."""
         peak = max(self.tracker.rows(), key=lambda row: row["total"])
-        job, ledger = self.program.job, self.recorder.ledger
-        predicted = traffic(job, self.routed.rows).of_stage(self.program.mesh.coordinate["pp"])
+        ledger = self.recorder.ledger
         mine = (
             {name: peak[name] for name in MEMORY_CLASSES if peak[name]},
             [asdict(row) for row in ledger.rows()],
-            differences(predicted, ledger),
+            differences(self.predicted, ledger),
         )
         everyone: list[Any] = [mine] * self.world.world_size
         if self.world.world_size > 1:
