@@ -16,7 +16,8 @@ hold: a group of `ulysses` ranks has as many times the positions, and each the f
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -214,8 +215,8 @@ class Core:
                 self._pieces(tape, calls.others)
                 tape.drop(block, kind)
         else:
-            self._gather(tape)
-            self._own(tape, calls)
+            with self._gathering(tape):
+                self._own(tape, calls)
             self._pieces(tape, calls.others)
             tape.drop(block * w.ring, kind)
         if self.job.model.sinks:  # the output is less by their share
@@ -250,10 +251,12 @@ class Core:
             merged += piece if turned else 0
             tape.spike(piece + turned + max(merged, kernels.forward(call)))
 
-    def _gather(self, tape: Tape) -> None:
-        """Leaves the blocks of all ranks of the ring."""
+    @contextmanager
+    def _gathering(self, tape: Tape) -> Iterator[None]:
+        """Leaves the blocks of all ranks of the ring; within, its own are still under way."""
         with tape.during(self.block):
             tape.take(self.block * self.w.ring, "buffers")
+            yield
 
     def _to_heads(self, tape: Tape) -> None:
         """Leaves all positions of some heads beside what was given."""
@@ -323,8 +326,8 @@ class Core:
                 tape.drop(sent + block, kind)
                 tape.drop(0 if self.coarse else wide)
         else:
-            self._gather(tape)
-            self._piece_gradients(tape, calls.own)
+            with self._gathering(tape):
+                self._piece_gradients(tape, calls.own)
             tape.take(wide * w.ring)
             self._piece_gradients(tape, calls.others)
             with tape.during(block * w.ring if self.coarse else 0, "buffers"):

@@ -252,9 +252,10 @@ class Gathered:
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Plan, Tensor, Tensor]]:
         mine = self.of.axis.rank
-        all_keys, handle = self._gather(k, v)
+        coming = self._gather(k, v)
         yield self.of.plan(mine), k, v
-        handle.wait()
+        all_keys = coming.wait()
+        del coming
         for owner, block in self._others(all_keys, k):
             yield self.of.plan(owner), *_unpack(block, k)
 
@@ -262,9 +263,10 @@ class Gathered:
         self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor
     ) -> Iterator[tuple[Plan, Tensor, Tensor, Tensor, Tensor]]:
         mine = self.of.axis.rank
-        all_keys, handle = self._gather(k, v)
+        coming = self._gather(k, v)
         yield self.of.plan(mine), k, v, dk, dv
-        handle.wait()
+        all_keys = coming.wait()
+        del coming  # what has been sent is let go before gradients are made room for
         shares = torch.zeros_like(all_keys, dtype=dk.dtype)
         for (owner, block), (_, share) in zip(
             self._others(all_keys, k), self._others(shares, k), strict=True
@@ -274,13 +276,14 @@ class Gathered:
         for whole, part in zip((dk, dv), _unpack(received, k), strict=True):
             whole += part[:, : k.shape[1]]
 
-    def _gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Handle]:
+    def _gather(self, k: Tensor, v: Tensor) -> "Coming":
         """[c * B, S, kv heads, dim + value dim], S the most positions that a rank has."""
         kv, longest = _pack(k, v), max(self.of.sizes)
         if kv.shape[1] < longest:
             padding = kv.new_zeros(kv.shape[0], longest - kv.shape[1], *kv.shape[2:])
             kv = torch.cat((kv, padding), 1)
-        return self.of.axis.gather_rows(kv, wait=False)
+        out, handle = self.of.axis.gather_rows(kv, wait=False)
+        return Coming(handle, kv, out)
 
     def _others(self, x: Tensor, k: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The other ranks' blocks of what was gathered."""

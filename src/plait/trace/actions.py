@@ -109,6 +109,7 @@ def kinds(actions: Sequence[Action], table: Table, stage: int) -> list[Key]:
     place, number = table.place, {c: i for i, c in enumerate(table.held[stage])}
     ends = {a.chunk: i for i, a in enumerate(actions) if a.kind in "WB"}
     accumulated: set[int] = set()
+    begun: Counter = Counter()
     waiting: Counter = Counter()  # messages under way
     found: list[Key] = []
     for i, (kind, chunk, micro) in enumerate(actions):
@@ -122,6 +123,9 @@ def kinds(actions: Sequence[Action], table: Table, stage: int) -> list[Key]:
             if kind in "BW":
                 key += (chunk in accumulated, ends[chunk] == i)
                 accumulated.add(chunk)
+            else:  # routers have what they chose last, and the sum: from the third on it is the same
+                key += (min(begun[kind, chunk], 2),)
+                begun[kind, chunk] += 1
         if i == len(actions) - 1:  # then messages that are under way are waited for
             key += tuple(sorted((kind, n) for (kind, _), n in waiting.items()))
         found.append(key)
@@ -155,6 +159,7 @@ def trace(program: Program, full: bool, tell: Callable[[str], None]) -> Traced:
         chosen = covering(row, table, stage)
         row = program.actions = tuple(a for a in row if a.micro in chosen)
     coming = [] if full else list(zip(row, kinds(row, table, stage), strict=True))
+    batches = [fake_batch(job)] * job.train.accumulation  # data is not the program's to count
     with MemoryTracker(program) as tracker, Recorder(program.mesh) as recorder:
         watch = _Watch(tracker, recorder, [(f"in {a}", key) for a, key in coming])
         held = tracker.before
@@ -166,7 +171,7 @@ def trace(program: Program, full: bool, tell: Callable[[str], None]) -> Traced:
 
         program.mesh.scope.note = note
         hooks = watch.at_layers(program) if job.layout.pp == 1 and not full else []
-        program.step([fake_batch(job)] * job.train.accumulation, 1)
+        program.step(batches, 1)
         watch.end()
     for hook in hooks:
         hook.remove()
@@ -186,7 +191,7 @@ class _Watch:
 
     def _begin(self, key: Key) -> None:
         self.layer, self.pieces = -1, []
-        self.parts.setdefault(key, self.pieces)  # of several that are alike, the first
+        self.parts[key] = self.pieces  # of several that are alike, the last
 
     def end(self) -> None:
         """Ends a piece."""
