@@ -18,6 +18,7 @@ from plait.cost.ledger import NOTHING, Amount, TrafficLedger
 from plait.cost.tape import Tape
 from plait.schedules.table import Action, Table
 from plait.schedules.transfers import UNDER_WAY
+from plait.spec.model import Model
 from plait.trace.fake import fake_batch
 from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Issue, Recorder
@@ -104,11 +105,16 @@ class Traced:
 # Kinds
 
 
-def kinds(actions: Sequence[Action], table: Table, stage: int) -> list[Key]:
+def steady(model: Model) -> int:
+    """From which micro batch on actions of a chunk are all alike: the second adds gradients to
+    those of the first; mixtures have what was chosen last, and a sum that the second makes."""
+    return 1 if model.moe is None else 2
+
+
+def kinds(actions: Sequence[Action], table: Table, stage: int, steady: int) -> list[Key]:
     """The kind of each action of a stage's row, with transfers; chunks by their place there."""
     place, number = table.place, {c: i for i, c in enumerate(table.held[stage])}
     ends = {a.chunk: i for i, a in enumerate(actions) if a.kind in "WB"}
-    accumulated: set[int] = set()
     begun: Counter = Counter()
     waiting: Counter = Counter()  # messages under way
     found: list[Key] = []
@@ -120,25 +126,22 @@ def kinds(actions: Sequence[Action], table: Table, stage: int) -> list[Key]:
             waiting[way] = min(waiting[way] + 1, UNDER_WAY)
         elif kind in "FBIW":
             key += tuple(place.get((chunk + step, micro)) == stage for step in (-1, 1))
-            if kind in "BW":
-                key += (chunk in accumulated, ends[chunk] == i)
-                accumulated.add(chunk)
-            else:  # routers have what they chose last, and the sum: from the third on it is the same
-                key += (min(begun[kind, chunk], 2),)
-                begun[kind, chunk] += 1
+            kind = "B" if kind == "W" else kind  # of a chunk's gradients there is one row
+            key += (min(begun[kind, chunk], steady), kind == "B" and ends[chunk] == i)
+            begun[kind, chunk] += 1
         if i == len(actions) - 1:  # then messages that are under way are waited for
             key += tuple(sorted((kind, n) for (kind, _), n in waiting.items()))
         found.append(key)
     return found
 
 
-def covering(actions: Sequence[Action], table: Table, stage: int) -> set[int]:
+def covering(actions: Sequence[Action], table: Table, stage: int, steady: int) -> set[int]:
     """Micro batches whose actions alone are of every kind that the row has."""
-    wanted = kinds(actions, table, stage)
+    wanted = kinds(actions, table, stage, steady)
     chosen: set[int] = set()
     while True:
         row = [a for a in actions if a.micro in chosen]
-        missing = set(wanted) - set(kinds(row, table, stage))
+        missing = set(wanted) - set(kinds(row, table, stage, steady))
         more = (a.micro for a, key in zip(actions, wanted, strict=True) if key in missing)
         another = next((m for m in more if m not in chosen), None)
         if another is None:
@@ -156,9 +159,11 @@ def trace(program: Program, full: bool, tell: Callable[[str], None]) -> Traced:
     job, stage = program.job, program.mesh["pp"].rank
     row, table = program.actions, program.table
     if not full:
-        chosen = covering(row, table, stage)
+        chosen = covering(row, table, stage, steady(job.model))
         row = program.actions = tuple(a for a in row if a.micro in chosen)
-    coming = [] if full else list(zip(row, kinds(row, table, stage), strict=True))
+    coming = (
+        [] if full else list(zip(row, kinds(row, table, stage, steady(job.model)), strict=True))
+    )
     batches = [fake_batch(job)] * job.train.accumulation  # data is not the program's to count
     with MemoryTracker(program) as tracker, Recorder(program.mesh) as recorder:
         watch = _Watch(tracker, recorder, [(f"in {a}", key) for a, key in coming])

@@ -26,7 +26,7 @@ from plait.spec.chunks import chunk_layers
 from plait.spec.findings import Finding
 from plait.spec.grid import dense_grid, expert_grid
 from plait.spec.job import Job
-from plait.trace.actions import AFTER, BEFORE, WHOLE, Key, Traced, add_traffic, kinds, trace
+from plait.trace.actions import AFTER, BEFORE, WHOLE, Key, Traced, add_traffic, kinds, steady, trace
 from plait.trace.fake import fake_program
 from plait.trace.groups import At, between_stages, within_stage
 from plait.trace.layers import deepened, layer_kind, rhythm, shallow
@@ -121,7 +121,7 @@ def measure(
     issued: dict[int, list[At]] = {}
     for stage in range(job.layout.pp) if rank is None else [only]:
         row, number = rows[stage], stage * per_stage + inside
-        keys = [WHOLE] if full else [BEFORE, *kinds(row, table, stage), *AFTER]
+        keys = [WHOLE] if full else [BEFORE, *kinds(row, table, stage, steady(job.model)), *AFTER]
         kind = stage if full else _stage_kind(job, table, stage)
         if kind not in seen or not seen[kind].parts.keys() >= set(keys):
             tell(f"running rank {number}, stage {stage + 1} of {job.layout.pp}")
