@@ -14,8 +14,11 @@ from plait.cost.traffic import traffic
 from plait.rules import check
 from plait.rules.numbers import leaves_domain
 from plait.schedules.job import timeline
+from plait.spec import presets
 from plait.spec.findings import UserError
+from plait.spec.grid import Grid
 from plait.spec.jobfile import draft_job, read_job
+from plait.spec.layout import Layout
 
 MODELS = ("llama3.1-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2", "qwen2.5-7b")
 CHOICES = {
@@ -207,3 +210,10 @@ def test_the_domain_of_a_rule_is_that_of_the_ledger():
         sizes |= {"fsdp": layout.fsdp, "ep": layout.ep}
         used = {axis for axis, size in sizes.items() if size > 1}
         assert far_axes(layout, cluster, used) == {a for a in used if said[a]}, layout
+
+
+def test_the_ranks_of_a_group_are_not_listed(monkeypatch):
+    """Groups have up to 16,384 ranks, and are asked about for every layout that is weighed."""
+    layout, far = Layout.fill(16384, tp=2, cp=8, zero=3), {"cp", "fsdp", "world"}
+    monkeypatch.setattr(Grid, "group", lambda *_: pytest.fail("a group is listed"))
+    assert far_axes(layout, presets.cluster("h100:16384"), {"tp", *far}) == far

@@ -27,4 +27,6 @@ def _leaves_domain(cluster: Cluster, grid: Grid, axis: str) -> bool:
     extent = max(grid.stride(a) * grid.size(a) for a in axes)
     ranks = range(min(grid.world, lcm(extent, cluster.fast_domain)))
     firsts = (r for r in ranks if not any(grid.coordinate(r)[a] for a in axes))
-    return any(cluster.crosses(grid.group(first, *axes)) for first in firsts)
+    # Ranks fill domains in order: a group stays in one where its first and its last rank do.
+    span = sum(grid.stride(a) * (grid.size(a) - 1) for a in axes)
+    return any(cluster.crosses((first, first + span)) for first in firsts)
