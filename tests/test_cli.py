@@ -200,6 +200,17 @@ def test_an_argument_too_many(plait, tmp_path):
     assert plait("presets", "--jsn")[2] == "--jsn: no such flag (nearest: --json)\n"
 
 
+def test_what_cannot_be_recomputed_in_a_pipeline(plait):
+    """The rules look at the rest of such a job, its schedule among it."""
+    asked = ("explain", "llama3.1-8b", "--gpus", "h100:16", "--pp", "4", "--micro-batch", "0")
+    code, out, err = plait(*asked, "--recompute", "selective:norms,router")
+    assert (code, out) == (2, "")
+    assert {line.partition(":")[0] for line in err.splitlines()} == {
+        "layout.micro_batch",
+        "layout.recompute",
+    }
+
+
 def test_all_problems_at_once(plait, tmp_path):
     file = tmp_path / "job.toml"
     file.write_text("[layout]\ntpp = 2\n[train]\nsteps = 0\nschedule = 'cosin'")

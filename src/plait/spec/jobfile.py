@@ -29,7 +29,7 @@ from plait.spec.chunks import balanced
 from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Batch, Checkpoint, Data, Job, Train
-from plait.spec.layout import LARGEST, Layout, sound_pipeline
+from plait.spec.layout import LARGEST, Layout, sound_pipeline, sound_words
 from plait.spec.model import Model
 
 Purpose = Literal["train", "plan"]
@@ -435,11 +435,12 @@ def _layout(
     counts = {
         k: v for k, v in told.items() if not isinstance(v, int) or 0 < v <= LARGEST or k == "zero"
     }
-    pipeline = sound_pipeline(counts)
-    counts = {k: v for k, v in counts.items() if k not in ("schedule", "vpp", "stages")}
+    sound_ones = sound_pipeline(counts) | sound_words(counts)
+    several = ("schedule", "vpp", "stages", "cp_method", "recompute")
+    counts = {k: v for k, v in counts.items() if k not in several}
     # Whether sequence parallelism suits the batch is not known without a batch; and whether a
     # degree suits the ranks has been said, if they are known.
-    counts |= pipeline | {"sequence_parallel": False, "dp_replicate": world or 1}
+    counts |= sound_ones | {"sequence_parallel": False, "dp_replicate": world or 1}
     return Layout(**counts), False
 
 

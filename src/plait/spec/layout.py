@@ -214,6 +214,13 @@ def sound_pipeline(given: Mapping[str, Any]) -> dict[str, Any]:
     return {} if findings else {name: told[name] for name in names if name in told}
 
 
+def sound_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`cp_method` and `recompute` as given; what neither takes, as if it had not been given."""
+    told = {name: given[name] for name in ("cp_method", "recompute") if name in given}
+    wrong = {finding.where for finding in _check_words(told)}
+    return {name: word for name, word in told.items() if f"layout.{name}" not in wrong}
+
+
 def _check_recompute(recompute: str) -> list[Finding]:
     kind, colon, names = recompute.partition(":")
     where, kinds = "layout.recompute", ("none", "selective", "full")
