@@ -210,7 +210,7 @@ def _traced(job: Job, rank: int, full: bool, tell: Tell) -> Traced:
         short, longer, layers, times = found
         if rhythm(job, layers, times):
             seen = (_run(part, rank, full, tell) for part in (short, longer))
-            deep = deepened(*seen, layers, times)
+            deep = deepened(*seen, layers, times, job.layout.world)
             if deep is not None:
                 return deep
     return _run(job, rank, full, tell)

@@ -38,10 +38,11 @@ def between_stages(ranks: Mapping[int, int], issued: Mapping[int, Sequence[At]])
     for stage in others:
         a, b = (_over(issued[s], "world") for s in (first, stage))
         lines += _first("world", ranks[first], a, ranks[stage], b)
+    messages = {stage: _messages(_over(own, "pp")) for stage, own in issued.items()}
     for source in issued:
         for to in issued:
-            sent = [at for at in issued[source] if _is(at.issue, "pp", "send", to)]
-            got = [at for at in issued[to] if _is(at.issue, "pp", "receive", source)]
+            sent = messages[source].get(("send", to), [])
+            got = messages[to].get(("receive", source), [])
             lines += _first("pp", ranks[source], sent, ranks[to], got, message=True)
     return lines
 
@@ -73,8 +74,12 @@ def _over(issued: Iterable[At], axis: str) -> list[At]:
     return [at for at in issued if at.issue.axis == axis]
 
 
-def _is(issue: Issue, axis: str, collective: str, peer: int) -> bool:
-    return (issue.axis, issue.collective, issue.peer) == (axis, collective, peer)
+def _messages(issued: Iterable[At]) -> dict[tuple[str, int], list[At]]:
+    """(send or receive, the other side) -> these, in their order."""
+    found: dict[tuple[str, int], list[At]] = {}
+    for at in issued:
+        found.setdefault((at.issue.collective, at.issue.peer), []).append(at)
+    return found
 
 
 def _first(

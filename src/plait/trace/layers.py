@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from plait.cost.data import buckets_of
-from plait.cost.ledger import NOTHING, Amount, TrafficLedger
+from plait.cost.ledger import NOTHING, Amount, TrafficLedger, wire_bytes
 from plait.cost.tape import Tape
 from plait.spec.buckets import Bucket
 from plait.spec.job import Job
@@ -67,27 +67,27 @@ def _size(b: Bucket) -> tuple:
     return b.size, b.expert, tuple((r.start, r.stop, r.partial, r.decay, r.by_load) for r in b.runs)
 
 
-def deepened(short: Traced, longer: Traced, layers: range, times: int) -> Traced | None:
+def deepened(short: Traced, longer: Traced, layers: range, times: int, world: int) -> Traced | None:
     """What would be seen of a model in which `layers` come so many times more; None where that
     cannot be told.
 
-    short, longer: seen of the models of `shallow`.
+    short, longer: seen of the models of `shallow`. world: all ranks.
     """
-    once = _repeated(short, longer, layers, 1)
+    once = _repeated(short, longer, layers, 1, world)
     alike = all(once[key].same(longer[key]) for key in once.parts if short.cut(key))
     if not alike or once.parts.keys() != longer.parts.keys():
         return None
-    return _repeated(short, longer, layers, times)
+    return _repeated(short, longer, layers, times, world)
 
 
-def _repeated(short: Traced, longer: Traced, layers: range, times: int) -> Traced:
+def _repeated(short: Traced, longer: Traced, layers: range, times: int, world: int) -> Traced:
     held = _grown(short.held, longer.held, times)
     parts = {}
     for key, pieces in short.parts.items():
         if short.cut(key):
             parts[key] = list(_with_more(pieces, layers, times))
         else:
-            grown = _grown_segment(short[key], longer[key], times)
+            grown = _grown_segment(short[key], longer[key], times, world)
             parts[key] = [(-1, grown)]
     return Traced(held, parts)
 
@@ -111,7 +111,7 @@ def _grown(a: Mapping[str, int], b: Mapping[str, int], times: int) -> dict[str, 
     return {key: n + times * (b[key] - n) for key, n in a.items()}
 
 
-def _grown_segment(a: Segment, b: Segment, times: int) -> Segment:
+def _grown_segment(a: Segment, b: Segment, times: int, world: int) -> Segment:
     tape = Tape(_grown(a.tape.now, b.tape.now, times))
     for moment in a.tape.peaks.keys() & b.tape.peaks.keys():
         tape.peaks[moment] = _grown(a.tape.peaks[moment], b.tape.peaks[moment], times)
@@ -119,5 +119,9 @@ def _grown_segment(a: Segment, b: Segment, times: int) -> Segment:
     ledger = TrafficLedger()
     for entry in a.traffic.entries | b.traffic.entries:
         pairs = zip(*(s.traffic.entries.get(entry, NOTHING) for s in (a, b)), strict=True)
-        ledger.entries[entry] = Amount(*(x + times * (y - x) for x, y in pairs))
+        grown = Amount(*(x + times * (y - x) for x, y in pairs))
+        if entry.axis == "world" and grown.count == 1:  # a message that grows, rounded once
+            wire = wire_bytes(entry.collective, grown.bytes, world)
+            grown = grown._replace(wire_bytes=wire)
+        ledger.entries[entry] = grown
     return Segment(ledger, a.issued, tape)

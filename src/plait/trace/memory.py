@@ -57,6 +57,7 @@ class MemoryTracker(TorchDispatchMode):
         self.scattered = [b for b in self.buckets if b.zero >= 2]
         self.current = dict.fromkeys(MEMORY_CLASSES, 0)
         self.peaks: dict[str, dict[str, int]] = {}
+        self.last = False  # whether the step is in its last moment
         self.known: dict[int, tuple[str, int]] = {}  # storage -> (class, bytes)
 
     # -- entering and leaving
@@ -162,6 +163,9 @@ class MemoryTracker(TorchDispatchMode):
                 self._move(b.reduction[1], "buffers")
         now = self._held()
         moment = "loss" if self.scope.in_head else MOMENTS[self.scope.phase]
+        # A step ends with its optimizer: what is tidied up after it is not a forward's.
+        self.last = self.last or moment == "optimizer"
+        moment = "optimizer" if self.last else moment
         # The later of two equals: a buffer is known for one only after it has been made.
         if sum(now.values()) >= sum(self.peaks.get(moment, {}).values()):
             self.peaks[moment] = now
