@@ -18,9 +18,11 @@ from plait.parallel.mesh import make_mesh
 from plait.spec.job import Job
 from plait.spec.layout import Layout
 from plait.spec.model import Model
+from plait.trace.memory import MemoryTracker
 from plait.trace.recorder import Recorder
 from plait.train.program import Program
 from ranks import run_ranks
+from test_ledger_pipeline import LLAMA, make_job
 
 POINTS = [
     cases.random_point(random.Random(seed), **fixed)
@@ -93,3 +95,19 @@ def test_what_others_send_is_seen():
             ("all-reduce", "optimizer"): (1, 128),
             ("all-gather", "loss"): (1, 96),
         }
+
+
+def first_step(rank: int, job: Job) -> list[dict]:
+    program = Program(job, mesh := make_mesh(job.layout, job.model, rank))
+    program.initialize()
+    with MemoryTracker(program) as tracker:
+        program.step(micro_batches(job, mesh, 0), 0)
+    return tracker.rows()
+
+
+def test_what_the_optimizer_makes_first_is_not_there_in_forward():
+    """A first step begins without the states of Adam, and ends with them."""
+    (rows,) = run_ranks(1, first_step, make_job(LLAMA, 1, pp=1))
+    held = {row["moment"]: row["optimizer"] for row in rows}
+    assert held["optimizer"] > 0
+    assert held["forward"] == held["loss"] == held["backward"] == 0
