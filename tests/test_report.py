@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from plait.cost.ledger import MEMORY_CLASSES
 from plait.cost.traffic import traffic
 from plait.report.build import report
-from plait.report.text import amount, count, render
+from plait.report.numbers import amount, count
+from plait.report.text import render
 from plait.rules import check
 from plait.spec.findings import error
 from plait.spec.jobfile import read_job
@@ -72,6 +74,13 @@ def test_numbers_of_a_report():
     assert said["fits"] == (used <= memory["device_bytes"])
     assert len(said["traffic"]) == len(traffic(job).entries)
     assert set(said["bubble"].values()) == {0.0}
+
+
+def test_gradients_have_a_dtype_where_the_job_leaves_it_open():
+    """As jobs of `plait train` do, which shows their report, too."""
+    job = plan(tp=8)
+    left = replace(job, train=replace(job.train, grad_dtype="auto"))
+    assert report(left, []) == report(job, [])
 
 
 def test_links_are_slow_where_a_group_leaves_its_node():
@@ -179,7 +188,18 @@ def test_a_dry_run_shows_measured_beside_predicted():
 
 @pytest.mark.parametrize(
     ("n", "text"),
-    [(0, "0"), (8, "8 B"), (1536, "1.50 KiB"), (80e9, "74.5 GiB"), (5 * 2**40, "5.00 TiB")],
+    [
+        (0, "0"),
+        (8, "8 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (10**6, "977 KiB"),
+        (9.996 * 2**20, "10.0 MiB"),
+        (1023 * 2**20, "1023 MiB"),
+        (80e9, "74.5 GiB"),
+        (5 * 2**40, "5.00 TiB"),
+        (5 * 2**50, "5120 TiB"),
+    ],
 )
 def test_bytes_in_words(n, text):
     assert amount(n) == text

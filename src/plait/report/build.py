@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.cost.context import imbalance
 from plait.cost.device import context_bytes, fullest, reserved_bytes
+from plait.cost.dtypes import dtypes_of
 from plait.cost.links import far_axes
 from plait.cost.memory import memory
 from plait.cost.recipes import recipe_of
@@ -65,7 +66,7 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
             "seq_len": job.train.seq_len,
             "tokens_per_step": batch.global_ * job.train.seq_len,
             "dtype": job.train.dtype,
-            "grad_dtype": job.train.grad_dtype,
+            "grad_dtype": dtypes_of(job).grad if legal else job.train.grad_dtype,
         },
         "findings": [asdict(f) for f in findings],
         "fits": (None if job.cluster is None else fits) if legal else False,
