@@ -21,7 +21,7 @@ from plait.spec.job import Checkpoint, Data, Job, Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model
 from plait.train.launch import RunFailed, World, resolve_dtype, run
-from plait.train.metrics import Metrics, Share, readable
+from plait.train.metrics import Metrics, Share
 from plait.train.place import first_host, joined
 
 FORK = multiprocessing.get_context("fork")
@@ -465,9 +465,3 @@ def test_the_summary_merges_ranks_that_are_alike_and_prints_paths_whole(capsys):
     ]
     assert lines[-2] == f"checkpoint  {folder}"
     assert lines[-1] == f"continue    plait train --checkpoint.resume {folder}"
-
-
-def test_bytes_for_people():
-    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 1536: "1.50 KiB", 10**6: "977 KiB"}
-    sizes |= {1023 * 2**20: "1023 MiB", 2**40: "1.00 TiB", 5 * 2**50: "5120 TiB"}
-    assert {n: readable(n) for n in sizes} == sizes

@@ -8,7 +8,8 @@ def amount(n: float) -> str:
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(n) >= size:
             value = n / size
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+            digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+            return f"{value:.{digits}f} {unit}"
     return f"{n:.0f} B" if n else "0"
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from plait.cost.context import imbalance
 from plait.cost.ledger import StageMemory, TrafficLedger, differences
 from plait.report.build import report
+from plait.report.numbers import amount
 from plait.report.text import render
 from plait.spec.findings import UserError, error
 from plait.spec.job import Job
@@ -209,9 +210,9 @@ class Metrics:
             return
         now = measured.entries, [dict(row) for row in was_held]
         if now == self.told:
-            sent = sum(amount.bytes for amount in measured.entries.values())
+            sent = sum(sums.bytes for sums in measured.entries.values())
             same = "as predicted" if not differences(predicted, measured) else "not as predicted"
-            words = f"step {step}: sent {readable(sent)} and held the same as before, {same}"
+            words = f"step {step}: sent {amount(sent)} and held the same as before, {same}"
             self.console.print(words, highlight=False)
             return
         self.told = now
@@ -230,7 +231,7 @@ class Metrics:
         line = (
             f"loss {done.loss:.4f}  {done.tokens_per_second:,.0f} tokens/s  "
             f"{_clock(self.pace * (steps - done.step - 1))} left  "
-            f"{readable(done.memory_bytes)}  norm {done.grad_norm:.3g}  "
+            f"{amount(done.memory_bytes)}  norm {done.grad_norm:.3g}  "
             f"lr {done.learning_rate:.2e}" + ("  skipped" if done.skipped else "")
         )
         if done.attention_imbalance is not None:
@@ -380,17 +381,8 @@ def _kinds(shares: Sequence[Share], side: str) -> list[str]:
 def _column(shares: Sequence[Share], share: Share, side: str) -> list[str]:
     """What one rank held or sent of each kind, then the sum."""
     counts = getattr(share, side)
-    cells = [readable(counts[k]) if k in counts else "" for k in _kinds(shares, side)]
-    return [*cells, readable(sum(counts.values()))]
-
-
-def readable(count: float) -> str:
-    """Bytes for people, in powers of 1024: "1.5 MiB"."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(int(count).bit_length() - 1, 0) // 10, len(units) - 1)
-    scaled = count / 1024**power
-    digits = 0 if power == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
-    return f"{scaled:.{digits}f} {units[power]}"
+    cells = [amount(counts[k]) if k in counts else "" for k in _kinds(shares, side)]
+    return [*cells, amount(sum(counts.values()))]
 
 
 def _clock(seconds: float) -> str:

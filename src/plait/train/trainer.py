@@ -18,6 +18,7 @@ from plait.cost.memory import memory as predicted_memory
 from plait.cost.traffic import traffic
 from plait.parallel.check import make_check
 from plait.parallel.mesh import Mesh, make_mesh
+from plait.report.numbers import amount
 from plait.spec.job import Job
 from plait.spec.saved import find, folder_of
 from plait.trace.memory import MemoryTracker
@@ -26,7 +27,7 @@ from plait.trace.routed import RoutedRecorder
 from plait.train import checkpoint
 from plait.train.data import Corpus
 from plait.train.launch import World
-from plait.train.metrics import Metrics, Share, readable
+from plait.train.metrics import Metrics, Share
 from plait.train.outcome import RunFailed
 from plait.train.program import MicroBatch, Program
 from plait.train.routing import routing_of
@@ -180,7 +181,7 @@ def train(job: Job, world: World, report: Metrics) -> Result:
 def _against_prediction(result: Result) -> str:
     """One line: what the formulas said, and what was so."""
     held = max(sum(m.values()) for m in result.memory)
-    memory = f"{readable(result.predicted_bytes)} held (measured {readable(held)})"
+    memory = f"{amount(result.predicted_bytes)} held (measured {amount(held)})"
     if result.differences:
         return f"{memory}; sent not as predicted: {result.differences[0]}"
     return f"{memory}; every rank sent what the formulas say, byte for byte"
