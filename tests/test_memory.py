@@ -9,6 +9,7 @@ import cases
 from harness import micro_batches
 from plait.cost.ledger import MEMORY_CLASSES
 from plait.cost.memory import buckets_of, memory, states
+from plait.cost.tape import Tape
 from plait.parallel.mesh import make_mesh
 from plait.spec.job import Batch, Job, Train
 from plait.spec.layout import Layout
@@ -134,6 +135,23 @@ def test_what_a_layer_keeps(tp):
     by_hand = 2 * seq * (4 * hidden + 2 * q + 2 * kv + 3 * ffn) + 4 * seq * (2 + heads)
     one, two = (memory(j)[1].activations for j in (job, deeper))
     assert two - one == by_hand // tp
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp"),
+    [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)],
+)
+def test_a_steady_state_is_gone_through_once(monkeypatch, schedule, vpp):
+    """A schedule that only goes on longer holds no more, and takes no longer to count."""
+    played, replay = [], Tape.replay
+    monkeypatch.setattr(Tape, "replay", lambda tape, other: played.append(replay(tape, other)))
+    said = []
+    model = replace(LLAMA, layers=8)
+    for m in (32, 128):
+        job = make_job(model, 4, accumulation=m, pp=4, schedule=schedule, vpp=vpp)
+        played.clear()
+        said.append((memory(job), len(played)))
+    assert said[0] == said[1]
 
 
 def test_full_recompute_keeps_the_stream_alone():

@@ -9,6 +9,8 @@ under DualPipe, have their gradients summed at the end of a step: each rank send
 them to the one that holds the other copy.
 """
 
+from collections import Counter
+
 from plait.cost.data import buckets_of
 from plait.cost.dtypes import dtypes_of, size_of
 from plait.cost.ledger import TrafficLedger
@@ -30,19 +32,21 @@ def pipeline_traffic(job: Job, ledger: TrafficLedger) -> None:
     rows //= layout.tp if layout.sequence_parallel else 1
     message = size_of(dtypes.compute, rows, job.model.hidden)
 
-    def add(stage: int, phase: str, dtype: str, bytes: int) -> None:
-        ledger.add(stage, "pp", "send", phase, dtype, bytes, layout.pp)
+    def add(stage: int, phase: str, dtype: str, bytes: int, count: int) -> None:
+        ledger.add(stage, "pp", "send", phase, dtype, bytes, layout.pp, count)
 
+    crossed: Counter[tuple[int, str]] = Counter()
     for (chunk, micro), rank in table.place.items():
         following = table.place.get((chunk + 1, micro), rank)
         if following != rank:
-            add(rank, "forward", dtypes.compute, message)
-            add(following, "backward", dtypes.compute, message)
+            crossed[rank, "forward"] += 1
+            crossed[following, "backward"] += 1
+    for (rank, phase), count in crossed.items():
+        add(rank, phase, dtypes.compute, message, count)
     for stage, held in enumerate(table.held):
         for bucket, others in shared(job, table, stage, held):
             bytes = size_of(dtypes.grad, bucket.size // (layout.fsdp if zero_stage(layout) else 1))
-            for _ in range(others):
-                add(stage, "backward", dtypes.grad, bytes)
+            add(stage, "backward", dtypes.grad, bytes, others)
 
 
 def shared(job: Job, table: Table, stage: int, held: tuple[int, ...]) -> list[tuple[Bucket, int]]:

@@ -8,12 +8,15 @@ It mirrors `parallel/pipeline.py`. Beside what the chunks hold (`cost/activation
                            went the same way to the same rank, or the end of the pipeline's part
 
 An action of a chunk does the same whenever it comes, but for the first micro batch whose gradients
-are reduced; so it is gone through once and then played back.
+are reduced; so it is gone through once and then played back. And in the steady state a schedule
+does the same few actions again and again: where as much is alive as was before, what has been done
+since is not gone through once more.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any
 
 from plait.cost.activations import Chunk
 from plait.cost.parts import Part
@@ -58,25 +61,51 @@ class Step:
         tape.enter("forward", "activations")
         tape.take(own)
         tape.enter("loss", "logits")  # valid tokens are counted
-        accumulated = dict.fromkeys(self.chunks, False)
-        for kind, chunk, micro in actions:
+        program, seen, at, before = self.effects(actions, place), {}, 0, None
+        while at < len(program):
+            kind, what = program[at]
+            if kind == "F":
+                # With the chunk before: chunks take turns of several micro batches.
+                alive = before, what, *tape.now.values(), *sent.values()
+                start, period = at, at - seen.get(alive, at)
+                while period and program[at : at + period] == program[at - period : at]:
+                    at += period
+                seen[alive] = at
+                if at > start:
+                    continue
+                before = what
             if kind.startswith("RECV"):
                 tape.enter("forward" if kind == "RECV_F" else "backward", "activations")
                 tape.take(self.stream)
             elif kind.startswith("SEND"):
-                way = kind, place[chunk + (1 if kind == "SEND_F" else -1), micro]
-                full = sent[way] == UNDER_WAY
+                full = sent[kind, what] == UNDER_WAY
                 tape.drop(self.stream if full else 0, "activations")
-                sent[way] += not full
+                sent[kind, what] += not full
             else:
-                tape.replay(self.action(kind, chunk, kind in "BW" and accumulated[chunk]))
-                accumulated[chunk] |= kind in "BW"
+                tape.replay(self.action(kind, *what))
+            at += 1
         tape.drop(self.stream * sent.total(), "activations")
         tape.enter("backward", "activations")
         tape.spike(exchanged)
         tape.drop(own)
         tape.enter("optimizer", "optimizer")
         tape.spike(cast)
+
+    def effects(
+        self, actions: Iterable[Action], place: Mapping[tuple[int, int], int]
+    ) -> list[tuple[str, Any]]:
+        """What each action depends on: two that are equal do the same."""
+        found: list[tuple[str, Any]] = []
+        accumulated = dict.fromkeys(self.chunks, False)
+        for kind, chunk, micro in actions:
+            what: Any = None
+            if kind.startswith("SEND"):  # the stage that it is sent to
+                what = place[chunk + (1 if kind == "SEND_F" else -1), micro]
+            elif not kind.startswith("RECV"):
+                what = chunk, kind in "BW" and accumulated[chunk]
+                accumulated[chunk] |= kind in "BW"
+            found.append((kind, what))
+        return found
 
     def action(self, kind: str, chunk: int, accumulated: bool) -> Tape:
         """What an action does."""
