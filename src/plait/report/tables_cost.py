@@ -8,7 +8,7 @@ from plait.cost.data import buckets_of
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.report.tables_strategies import STRATEGIES, Strategy
-from plait.rules import context, experts, legality, pipeline
+from plait.rules.neighbour import illegal
 from plait.schedules.job import table_of, timeline
 from plait.schedules.simulate import Times, simulate
 from plait.spec.job import Job
@@ -58,9 +58,6 @@ def path_of(job: Job, axis: str, collective: str, phase: str) -> str:
     return "hidden" if axis in ("fsdp", "edp", "pp") else "critical"
 
 
-_ERRORS = legality.RULES + context.RULES + experts.RULES + pipeline.RULES
-
-
 class Trial(NamedTuple):
     """A strategy, its flags with their numbers, the model that it is tried on, and the job; None
     where the rules refuse it, for the reason `why`."""
@@ -99,7 +96,7 @@ def trials(given: Mapping[str, Any], base: Job, degree: int) -> Iterator[Trial]:
         told, of = (mixture, read_job("plan", None, mixture)) if dense else (given, base)
         layout = {f"layout.{name}": value for name, value in flags.items()}
         job, findings = draft_job("plan", None, {**told, **layout})
-        errors = findings or [f for rule in _ERRORS for f in rule(job)]
+        errors = findings or illegal(job)
         why = errors[0].line() if errors else None
         yield Trial(strategy, flags, of, None if errors else job, why)
 

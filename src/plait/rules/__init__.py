@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from plait.rules import context, experts, legality, links, memory, pipeline, pitfalls, repeats
-from plait.rules.neighbour import resolved
+from plait.rules.neighbour import ERRORS, resolved
 from plait.spec.findings import Finding, UserError
 from plait.spec.job import Job
 from plait.spec.layout import Layout
@@ -15,8 +15,7 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
     Args:
         purpose: "train" adds what only matters to a run on text; see `plait.spec.jobfile`.
     """
-    rules = legality.RULES + context.RULES + experts.RULES + pipeline.RULES
-    rules += pitfalls.RULES + context.PITFALLS + experts.PITFALLS + pipeline.PITFALLS
+    rules = ERRORS + pitfalls.RULES + context.PITFALLS + experts.PITFALLS + pipeline.PITFALLS
     if purpose == "train":
         rules = legality.TRAIN_RULES + rules
     found = [finding for rule in rules for finding in rule(job)]

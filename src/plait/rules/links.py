@@ -1,7 +1,7 @@
 """What goes over slow links and need not: by the fast domain of the cluster, never by the node.
 
 Asked of legal jobs only. Numbers of a step are the ledger's; `suggest` is a layout that is legal,
-fits where this one does, and for which the ledger says less.
+fits where this one does, and for which the ledger says less, or of which more is hidden.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from plait.rules.neighbour import (
     better,
     computing,
     fits,
+    fitting,
     needed,
     neighbour,
     on_the_way,
@@ -156,7 +157,7 @@ def ulysses_beyond_fast_domain(job: Job) -> Iterator[Finding]:
         message += f" ({in_time(slow)} instead of {in_time(fast)})"
     message += f"; {_of_a_step(job, 'ulysses')}"
     inside = [v for v in legal_ulysses(job) if v < u and domain % (layout.tp * v) == 0]
-    found = next(filter(None, (neighbour(job, {where: v}) for v in reversed(inside))), None)
+    found = fitting(job, ({where: v} for v in reversed(inside)))
     if found:
         best = found[1][where]
         message += f"; with ulysses {best} a ring goes between the domains, hidden by attention"
@@ -201,7 +202,7 @@ def ring_not_hidden(job: Job) -> Iterator[Finding]:
         near = not leaves_domain(cluster, layout.tp, u, layout.world)
         longer = job.train.seq_len * u // layout.cp
         enough = u > layout.ulysses and near and (u == layout.cp or longer >= needs)
-        if enough and (found := neighbour(job, {"layout.ulysses": u})):
+        if enough and (found := fitting(job, [{"layout.ulysses": u}])):
             suggest = found[1]
             break
     yield Finding("note", "ring-not-hidden", message, "layout.cp", layout.cp, suggest)
@@ -222,7 +223,7 @@ def keys_gathered_far(job: Job) -> Iterator[Finding]:
         f"{_of_a_step(job, 'cp')}; a ring sends them while attention is computed"
     )
     where = "layout.cp_method"
-    found = neighbour(job, {where: "ring"})
+    found = fitting(job, [{where: "ring"}])
     suggest = found[1] if found else {}
     yield Finding("warning", "keys-gathered-far", message, where, "all-gather", suggest)
 

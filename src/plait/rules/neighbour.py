@@ -1,7 +1,7 @@
 """Layouts near to one: what a suggestion makes of a job, and what the ledger says of the two.
 
-A rule suggests nothing that is illegal, that costs no less, or that does not fit where the job
-itself does.
+What is suggested is legal and fits where the job itself does (`fitting`); where the cost is what
+the ledger says, it costs less (`better`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +16,20 @@ from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.planner.partition import placement
 from plait.rules import context, experts, legality, pipeline
-from plait.spec.findings import UserError
+from plait.spec.findings import Finding, UserError
 from plait.spec.job import Job
 from plait.spec.layout import Layout
 
 Suggest = Mapping[str, Any]
-_ERRORS = legality.RULES + context.RULES + experts.RULES + pipeline.RULES
+#: What is illegal about a layout, read off its numbers.
+ERRORS = legality.RULES + context.RULES + experts.RULES + pipeline.RULES
+
+
+def illegal(job: Job) -> list[Finding]:
+    """What is illegal about a job with a dtype; what takes a ledger to say is asked last, and of
+    jobs that are legal otherwise."""
+    found = [finding for rule in ERRORS for finding in rule(job)]
+    return found or list(pipeline.recompute_frees(job))
 
 
 def resolved(job: Job) -> Job:
@@ -63,22 +71,26 @@ def neighbour(job: Job, suggest: Suggest) -> tuple[Job, dict[str, Any]] | None:
         said["train.global_batch"] = batch
     train = replace(train, global_batch=batch, accumulation=batch // samples)
     other = replace(job, layout=layout, train=train)
-    for rule in (*_ERRORS, pipeline.recompute_frees):
-        if any(True for _ in rule(other)):
-            return None
-    return other, said
+    return None if illegal(other) else (other, said)
+
+
+def fitting(
+    job: Job, options: Iterable[Suggest], good: Callable[[Job], bool] = lambda other: True
+) -> tuple[Job, dict[str, Any]] | None:
+    """The first of the options that is legal, good, and fits where the job does."""
+    for option in options:
+        found = neighbour(job, option)
+        if found and good(found[0]) and (fits(found[0]) or not fits(job)):
+            return found
+    return None
 
 
 def better(
     job: Job, options: Iterable[Suggest], cost: Callable[[Job], float]
 ) -> tuple[Job, dict[str, Any]] | None:
     """The first of the options that is legal, costs less, and fits where the job does."""
-    now, roomy = cost(job), fits(job)
-    for option in options:
-        found = neighbour(job, option)
-        if found and cost(found[0]) < now and (not roomy or fits(found[0])):
-            return found
-    return None
+    now = cost(job)
+    return fitting(job, options, lambda other: cost(other) < now)
 
 
 def needed(job: Job) -> int:

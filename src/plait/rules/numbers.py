@@ -5,9 +5,11 @@ from plait.spec.job import DTYPE_BYTES, Job
 
 
 def in_bytes(n: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """Bytes with a binary unit, three digits, no zeros behind: "61.2 GiB", "4 GiB"."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= size:
-            return f"{n / size:.3g} {unit}"
+            value = n / size
+            return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
     return f"{n:.0f} bytes"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from plait.cost.pipeline import shared
 from plait.rules.context import tokens_bytes
-from plait.rules.neighbour import better, fits, needed, neighbour, sent
+from plait.rules.neighbour import better, fits, fitting, needed, neighbour, sent
 from plait.rules.numbers import element_bytes, in_bytes, stream_bytes
 from plait.schedules.job import table_of
 from plait.spec.findings import Finding
@@ -58,8 +58,8 @@ def kv_replication(job: Job) -> Iterator[Finding]:
         f"layer {in_bytes(weights)} of weights and {in_bytes(held)} of keys and values on a rank "
         f"instead of {in_bytes(weights * kv / tp)} and {in_bytes(held * kv / tp)}"
     )
-    found = neighbour(job, {where: kv})
-    suggest = found[1] if found and (fits(found[0]) or not fits(job)) else {}
+    found = fitting(job, [{where: kv}])
+    suggest = found[1] if found else {}
     yield Finding("note", "kv-replication", message, where, tp, suggest)
 
 
