@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from plait.rules.legality import legal_tp
 from plait.spec.findings import Finding, error
 from plait.spec.job import Job
 from plait.spec.layout import divisors, nearest
@@ -25,14 +26,23 @@ def expert_counts(job: Job) -> Iterator[Finding]:
     if moe is None:
         return
     shared = (moe.shared_ffn or moe.shared * moe.ffn) if moe.shared else 0
-    for rule, axis, n, what in (
-        ("experts-divide-ep", "ep", moe.experts, "experts"),
-        ("expert-ffn-divides-etp", "etp", moe.ffn, "columns of an expert"),
-        ("shared-ffn-divides-tp", "tp", shared, "columns of the shared experts"),
+    # The ranks that ep and etp may have together, and those that tp and dp share.
+    ranks = layout.tp * layout.cp * (layout.dp_shard if layout.zero else layout.dp)
+    dense = [t for t in legal_tp(job.model) if layout.tp * layout.dp % t == 0]
+    for rule, axis, n, what, suits in (
+        ("experts-divide-ep", "ep", moe.experts, "experts", divisors(ranks // layout.etp or 1)),
+        (
+            "expert-ffn-divides-etp",
+            "etp",
+            moe.ffn,
+            "columns of an expert",
+            divisors(ranks // layout.ep or 1),
+        ),
+        ("shared-ffn-divides-tp", "tp", shared, "columns of the shared experts", dense),
     ):
         degree = getattr(layout, axis)
         if n % degree:
-            legal = divisors(n)
+            legal = [d for d in suits if n % d == 0]
             message = f"{n} {what} do not divide over {axis} {degree}"
             yield error(f"layout.{axis}", degree, message, nearest(degree, legal), rule)
 
