@@ -327,6 +327,7 @@ def mended(job, finding, **said):
         ("stages", 8, {"stages": "16,0,8,8"}, "layout.stages", "8,8,8,8"),
         # DualPipe wants an even pp, and at least 2 pp micro batches, an even number of them.
         ("schedule", 24, {"pp": 3, "schedule": "dualpipe"}, "layout.pp", 2),
+        ("schedule", 3, {"pp": 3, "schedule": "dualpipe"}, "layout.schedule", "1f1b"),
         ("schedule", 8, {"schedule": "dualpipe", "accumulation": 9}, "train.accumulation", 10),
         (
             "schedule",

@@ -78,8 +78,9 @@ def _pp(job: Job, found: Finding) -> Finding:
         if p > 1 and not problems(name, p, job.train.accumulation, layout.vpp, group)
     ]
     if not legal:
-        suggest = {"layout.schedule": "1f1b", "layout.vpp": 1}
-        return replace(found, rule="schedule", where="layout.pp", suggest=suggest)
+        # No pp suits, so the schedule is what has to change.
+        where, suggest = "layout.schedule", {"layout.schedule": "1f1b", "layout.vpp": 1}
+        return Finding("error", "schedule", found.message, where, layout.schedule, suggest)
     pp = min(legal, key=lambda p: abs(p - layout.pp))
     return _with_batch(job, "schedule", "layout.pp", layout.pp, found.message, pp)
 
