@@ -11,6 +11,7 @@ micro batches is these one after the other.
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from torch import Tensor, nn
 
@@ -79,10 +80,12 @@ class Traced:
     Attributes:
         held: class -> bytes when it began.
         parts: kind of action -> it, in pieces: (the layer that they begin with or -1, piece).
+        odd: a line for each action that issued something else than one of its kind before.
     """
 
     held: Mapping[str, int]
     parts: dict[Key, list[tuple[int, Segment]]]
+    odd: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self._joined: dict[Key, Segment] = {}
@@ -93,7 +96,7 @@ class Traced:
 
     def and_(self, other: "Traced") -> "Traced":
         """With the kinds that another rank has moreover."""
-        return Traced(self.held, other.parts | self.parts)
+        return Traced(self.held, other.parts | self.parts, (*self.odd, *other.odd))
 
     def __getitem__(self, key: Key) -> Segment:
         if key not in self._joined:
@@ -180,7 +183,7 @@ def trace(program: Program, full: bool, tell: Callable[[str], None]) -> Traced:
         watch.end()
     for hook in hooks:
         hook.remove()
-    return Traced(held, {WHOLE: watch.pieces} if full else watch.parts)
+    return Traced(held, {WHOLE: watch.pieces} if full else watch.parts, watch.odd)
 
 
 class _Watch:
@@ -192,10 +195,13 @@ class _Watch:
         self.tracker, self.recorder = tracker, recorder
         self.coming = [*coming, *zip(AFTER, AFTER, strict=True)][::-1]
         self.parts: dict[Key, list[tuple[int, Segment]]] = {}
-        self._begin(BEFORE)
+        self.seen: dict[Key, tuple[str, list[str]]] = {}  # what the first of a kind issued
+        self.odd: list[str] = []
+        self._begin(BEFORE, BEFORE)
 
-    def _begin(self, key: Key) -> None:
-        self.layer, self.pieces = -1, []
+    def _begin(self, key: Key, doing: str) -> None:
+        self.layer, self.pieces, self.doing = -1, [], doing
+        self.key = key
         self.parts[key] = self.pieces  # of several that are alike, the last
 
     def end(self) -> None:
@@ -206,7 +212,18 @@ class _Watch:
     def note(self, doing: str) -> None:
         if self.coming and doing == self.coming[-1][0]:
             self.end()
-            self._begin(self.coming.pop()[1])
+            self._compare()
+            self._begin(self.coming.pop()[1], doing)
+
+    def _compare(self) -> None:
+        """Holds what has been issued against what the first action of the kind has."""
+        mine = [str(x._replace(peer=-1)) for _, s in self.pieces for x in s.issued]
+        before, its = self.seen.setdefault(self.key, (self.doing, mine))
+        for i, (a, b) in enumerate(zip_longest(mine, its, fillvalue="nothing more")):
+            if a != b:
+                where = f"collective {i + 1} {self.doing}"
+                self.odd.append(f"{where} is not that {before}: {a}; {b}")
+                return
 
     def at_layers(self, program: Program) -> list:
         def begins(number: int) -> None:

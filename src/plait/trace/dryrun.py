@@ -126,6 +126,7 @@ def measure(
         if kind not in seen or not seen[kind].parts.keys() >= set(keys):
             tell(f"running rank {number}, stage {stage + 1} of {job.layout.pp}")
             traced = _traced(job, number, full, tell)
+            lines += traced.odd
             seen[kind] = traced if kind not in seen else seen[kind].and_(traced)
             other = (stage + 1) * per_stage - 1 - inside
             if opposite and other != number:

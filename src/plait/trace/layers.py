@@ -89,7 +89,7 @@ def _repeated(short: Traced, longer: Traced, layers: range, times: int, world: i
         else:
             grown = _grown_segment(short[key], longer[key], times, world)
             parts[key] = [(-1, grown)]
-    return Traced(held, parts)
+    return Traced(held, parts, short.odd)
 
 
 def _with_more(
