@@ -12,13 +12,16 @@ from plait.cost.links import far_axes
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.rules import check
+from plait.rules.neighbour import neighbour
 from plait.rules.numbers import leaves_domain
 from plait.schedules.job import timeline
 from plait.spec import presets
 from plait.spec.findings import UserError
 from plait.spec.grid import Grid
+from plait.spec.job import Job, Train
 from plait.spec.jobfile import draft_job, read_job
 from plait.spec.layout import Layout
+from plait.spec.model import Model
 
 MODELS = ("llama3.1-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2", "qwen2.5-7b")
 CHOICES = {
@@ -217,3 +220,11 @@ def test_the_ranks_of_a_group_are_not_listed(monkeypatch):
     layout, far = Layout.fill(16384, tp=2, cp=8, zero=3), {"cp", "fsdp", "world"}
     monkeypatch.setattr(Grid, "group", lambda *_: pytest.fail("a group is listed"))
     assert far_axes(layout, presets.cluster("h100:16384"), {"tp", *far}) == far
+
+
+def test_a_neighbour_of_a_schedule_that_is_searched_for_is_not_searched_for():
+    layout = Layout.fill(8, pp=4, schedule="auto", micro_batch=1)
+    train = Train(seq_len=64, dtype="float32", accumulation=8, global_batch=8 * layout.dp)
+    job = Job(Model.of("small", layers=8, hidden=64, heads=4, vocab=64), layout, train)
+    other, _ = neighbour(job, {"layout.recompute": "full"})
+    assert other.layout.schedule == "1f1b"

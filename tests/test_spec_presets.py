@@ -273,6 +273,16 @@ def test_cluster_file(tmp_path):
     assert presets.cluster(str(path)) == cluster
 
 
+@pytest.mark.parametrize("peaks", [{"bf16": 1e15}, {"bfloat16": -1.0}, {"bfloat16": 1e999}])
+def test_peaks_of_a_cluster_file_are_looked_at(tmp_path, peaks):
+    said = {"device": "x", "devices": 8, "node": 8, "fast_domain": 8, "memory": 80e9}
+    said |= {"memory_bandwidth": 2e12, "link": 3e11, "nic": 5e10, "peak_flops": peaks}
+    (tmp_path / "c.json").write_text(json.dumps(said))
+    with pytest.raises(UserError) as caught:
+        presets.cluster(str(tmp_path / "c.json"))
+    assert [f for f in caught.value.findings if "peak_flops" in f.where]
+
+
 def test_broken_cluster_file_all_at_once(tmp_path):
     path = tmp_path / "mine.json"
     broken = CLUSTER | {"node": 0, "memorry": 3, "peak_flops": {"bfloat16": "fast"}, "link": "x"}

@@ -470,3 +470,8 @@ def test_a_model_by_its_sizes():
     (first, *_) = rows("zero", *shlex.split(flags))
     assert isclose(first["bytes"], 16 * first["parameters"])
     assert rows("cost", *shlex.split(flags))[0]["model"] == "custom"
+
+
+def test_a_table_asks_for_no_more_positions_than_the_model_has(capsys):
+    assert main(["tables", "cost", "--model", "gpt2", "--gpus", "h100:2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]

@@ -11,8 +11,8 @@ from plait.spec.findings import Finding, UserError, error
 _WORDS = """\
 Run the training program with fake tensors and no other ranks, at any size, and compare what it
 sends and holds with what `plait explain` says. One rank of each kind is run, and of what repeats
-(micro batches, layers) as much as is needed to tell the rest. Exit code 1: they differ, or ranks
-of a group do not issue the same collectives."""
+(micro batches, layers) as much as is needed to tell the rest. Exit code 1: they differ, ranks of a
+group do not issue the same collectives, or it does not fit."""
 
 #: Seconds without a word.
 _QUIET = 2.0
@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
 
     answer = dryrun(job, found, full=given["full"], rank=rank, tell=_progress())
     show(answer, job, given)
-    return 0 if answer["agree"] else 1
+    return int(not answer["agree"] or answer["fits"] is False)
 
 
 def _flags(parser: ArgumentParser) -> Mapping[str, str]:

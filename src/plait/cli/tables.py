@@ -127,11 +127,17 @@ def read(argv: Sequence[str]) -> Question:
             raise UserError(findings)
         return Question(name, {}, None, None, as_json)
     given = {path: text for path, text in given.items() if path in table.takes}
+    said = given.keys()
     given = _defaults(table, given)
     # The sizes of ZeRO's table are no model; some job says how many ranks there are.
     stated = any(path.startswith("model") for path in given)
     some = {} if stated else {"model": "tiny"}
     some |= {} if given.keys() & {"gpus", "ranks"} else {"ranks": "1"}
+    if "train.seq_len" in table.defaults and "train.seq_len" not in said:
+        # No more than the model has positions for.
+        job, _ = draft_job("plan", None, {k: v for k, v in (given | some).items() if k in said})
+        if job is not None and job.train.seq_len < int(given["train.seq_len"]):
+            given["train.seq_len"] = str(job.train.seq_len)
     told = {"train.global_batch", "train.accumulation"} & given.keys()
     if name not in ("zero", "vllm") and not told:
         # Enough samples that a pipeline and accumulation have something to do.

@@ -16,6 +16,7 @@ from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.planner.partition import placement
 from plait.rules import context, experts, legality, pipeline
+from plait.schedules.job import TIMED, split_name
 from plait.spec.findings import Finding, UserError
 from plait.spec.job import Job
 from plait.spec.layout import Layout
@@ -55,6 +56,9 @@ def neighbour(job: Job, suggest: Suggest) -> tuple[Job, dict[str, Any]] | None:
         # HSDP's copies were asked for; the rest is derived.
         kept = told["dp_replicate"] if told["zero"] and told["dp_replicate"] > 1 else None
         told |= {"dp_replicate": kept, "dp_shard": None}
+    if split_name(told["schedule"])[0] in TIMED:
+        # Held to the same activations; each neighbour would be searched for anew.
+        told["schedule"] = None
     try:
         layout = Layout.fill(job.layout.world, **told)
     except UserError:

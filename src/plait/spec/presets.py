@@ -9,6 +9,7 @@ import os
 import tomllib
 from dataclasses import MISSING, fields
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from plait.spec.model import Model
 
 #: Keys of a preset that say something about it and are no fields of `Model` or `Cluster`.
 ABOUT = ("published", "note", "aliases")
+#: Dtypes that a device may have a peak for.
+_PEAKS = ("float64", "float32", "bfloat16", "float16", "float8", "float4")
 
 
 def model(name: str) -> Model:
@@ -143,9 +146,15 @@ def _build(cls: type, given: dict[str, Any], where: str) -> Any:
     if cls is Cluster:
         values.setdefault("nic", None)
         above_0 = ("devices", "node", "fast_domain", "memory", "memory_bandwidth", "link", "nic")
-        for name in (*above_0, "peer"):
-            value = values.get(name)
-            if value is not None and value <= 0:
+        numbers = {name: values.get(name) for name in (*above_0, "peer")}
+        for dtype, value in (values.get("peak_flops") or {}).items():
+            if dtype not in _PEAKS:
+                place, match = f"{where}.peak_flops.{dtype}", closest(dtype, _PEAKS)
+                findings.append(error(place, value, "no such dtype", match, "unknown-key"))
+            else:
+                numbers[f"peak_flops.{dtype}"] = value
+        for name, value in numbers.items():
+            if value is not None and not 0 < value < inf:
                 findings.append(error(f"{where}.{name}", value, f"{value} is not above 0", 1))
     if findings:
         raise UserError(findings)
