@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harness import micro_batches
-from plait.cost.expert import even, own_tokens
+from plait.cost.expert import own_tokens, spread
 from plait.cost.ledger import differences
 from plait.cost.memory import memory
 from plait.cost.traffic import traffic
@@ -189,6 +189,37 @@ def test_an_even_share():
     model = replace(job.model, moe=MoE(experts=8, topk=3, ffn=48))
     job = Job(model, layout, replace(job.train, seq_len=20))
     assert own_tokens(job) == 10
-    assert even(job) == (4, 4, 4, 4, 4, 4, 3, 3)  # 30 choices
+    assert spread(job) == (4, 4, 4, 4, 4, 4, 3, 3)  # 30 choices
     tight = replace(job, model=replace(model, moe=replace(model.moe, capacity=0.5)))
-    assert even(tight) == (2,) * 8  # half of 3.75, rounded up
+    assert spread(tight) == (2,) * 8  # half of 3.75, rounded up
+
+
+def test_shares_that_are_given():
+    """The fullest rank of ep first; a token chooses an expert once; nothing is lost."""
+    job = random_job(0)
+    layout = Layout.fill(4, ep=4, micro_batch=1)
+    model = replace(job.model, moe=MoE(experts=8, topk=2, ffn=48))
+    train = replace(job.train, seq_len=20, expert_shares=(1, 1, 1, 1, 6, 4, 1, 1))
+    job = Job(model, layout, train)
+    assert spread(job) == (15, 10, 3, 3, 3, 2, 2, 2)  # 40 choices, 2.5 a share
+    greedy = replace(job, train=replace(train, expert_shares=(0, 0, 0, 1, 0, 0, 0, 0)))
+    first, fourth, *rest = spread(greedy)  # all tokens choose the fourth, and something else
+    assert fourth == 20
+    assert {first, *rest} == {2, 3}
+    assert sum(spread(greedy)) == 40
+
+
+@pytest.mark.parametrize("layout", [{"ep": 4}, {"tp": 2, "ep": 2, "etp": 2}, {"pp": 2, "ep": 2}])
+def test_a_dry_run_under_given_shares(layout):
+    filled = Layout.fill(4, micro_batch=1, **layout)
+    shares = (5.0, 1.0, 1.0, 0.5, 0.5, 3.0, 0.0, 1.0)
+    train = Train(
+        seq_len=64, accumulation=2, global_batch=2 * filled.dp, dtype="float32",
+        expert_shares=shares,
+    )  # fmt: skip
+    job = Job(replace(WIDE, moe=MoE(8, 2, 48)), filled, train)
+    measured, evenly = measure(job), replace(job, train=replace(train, expert_shares=None))
+    assert differences(traffic(job), measured.traffic) == []
+    assert far_off(job) == []
+    if layout.get("ep", 1) > 1:
+        assert max(row.total for row in memory(job)) > max(row.total for row in memory(evenly))

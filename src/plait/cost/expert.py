@@ -14,7 +14,7 @@ sequence parallelism each rank routes its own rows of the stream, so a mixture e
 all-gather, and its backward too. What the balance and a capacity want to know of other ranks'
 tokens is a few small messages more.
 
-Without a run, choices are taken to be spread evenly: `even`.
+Without a run, choices are taken to be spread evenly, or as the job says: `spread`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,21 +51,49 @@ def own_tokens(job: Job) -> int:
     return job.layout.micro_batch * local_seq(job) // job.layout.tp
 
 
-def even(job: Job) -> tuple[int, ...]:
-    """How often a rank's tokens choose each expert if evenly; the first ones get the rest."""
-    moe = job.model.moe
-    choices = own_tokens(job) * moe.topk
-    least, more = divmod(choices, moe.experts)
-    counts = tuple(least + (e < more) for e in range(moe.experts))
+def spread(job: Job) -> tuple[int, ...]:
+    """How often a rank's tokens choose each expert, where no run says.
+
+    Evenly (the first ones get the rest), or by `train.expert_shares`. The ranks of ep are counted
+    from the one whose experts are chosen most: so the first rank of a stage, of which ledgers are,
+    is the fullest.
+    """
+    moe, tokens = job.model.moe, own_tokens(job)
+    choices = tokens * moe.topk
+    counts = _shared(choices, tokens, _fullest_first(job))
     if moe.capacity is None:
         return counts
     most = ceil(moe.capacity * choices / moe.experts)
     return tuple(min(most, n) for n in counts)
 
 
+def _fullest_first(job: Job) -> list[float]:
+    """Shares of the experts, those of the rank of ep with most first."""
+    shares, experts = job.train.expert_shares, job.model.moe.experts
+    if shares is None:
+        return [1.0] * experts
+    each = experts // job.layout.ep
+    start = max(range(0, experts, each), key=lambda i: sum(shares[i : i + each]))
+    return [*shares[start:], *shares[:start]]
+
+
+def _shared(choices: int, tokens: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """So many choices by shares, in whole numbers, the largest remainders rounded up; a token
+    chooses an expert once, and what would be more than all tokens goes to the others."""
+    exact = [choices * share / sum(shares) for share in shares]
+    counts = [min(tokens, int(n)) for n in exact]
+    order = sorted(range(len(shares)), key=lambda e: int(exact[e]) - exact[e])
+    while left := choices - sum(counts):
+        room = [e for e in order if counts[e] < tokens]
+        each = max(1, left // len(room))
+        for e in room[:left]:
+            counts[e] += min(each, tokens - counts[e])
+    return tuple(counts)
+
+
 def first_rows(job: Job) -> Rows:
     """Of the first rank of a stage, which nobody has more than."""
-    counts, layout = even(job), job.layout
+    counts, layout = spread(job), job.layout
     come = layout.ep * sum(counts[: len(counts) // layout.ep])
     return Rows(sum(counts), come, layout.etp * come)
 

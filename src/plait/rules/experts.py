@@ -1,6 +1,7 @@
 """What experts and their mixtures ask of a layout, and what they cost more than they need."""
 
 from collections.abc import Iterator
+from math import inf
 
 from plait.rules.legality import legal_tp
 from plait.spec.findings import Finding, error
@@ -117,7 +118,21 @@ def dropped_tokens(job: Job) -> Iterator[Finding]:
     yield Finding("note", "tokens-dropped", message, where, moe.capacity, {})
 
 
-RULES = (experts_to_spread, expert_counts, routed_tokens)
+def expert_shares(job: Job) -> Iterator[Finding]:
+    """How often experts are chosen is said of each of them."""
+    shares, moe, where = job.train.expert_shares, job.model.moe, "train.expert_shares"
+    if shares is None:
+        return
+    if moe is None:
+        yield error(where, shares, "the model has no experts", "none", "expert-shares")
+    elif len(shares) != moe.experts:
+        message = f"{len(shares)} shares are given, the model has {moe.experts} experts"
+        yield error(where, len(shares), message, moe.experts, "expert-shares")
+    elif not all(0 <= share < inf for share in shares) or not sum(shares):
+        yield error(where, shares, "shares are from 0 on, not all 0", rule="expert-shares")
+
+
+RULES = (experts_to_spread, expert_counts, routed_tokens, expert_shares)
 PITFALLS = (
     unbalanced,
     balance_by_layout,

@@ -35,6 +35,8 @@ class Train:
         timeout: seconds that a rank waits for another.
         eval_every: steps between evaluations (0: never) on samples that are not trained on,
             the last `eval_batches` global batches of the corpus.
+        expert_shares: how often each expert is chosen, in any unit, where a ledger is asked for
+            without a run (None: equally often).
     """
 
     steps: int = 60
@@ -60,6 +62,7 @@ class Train:
     timeout: float = 300.0
     eval_every: int = 0
     eval_batches: int = 1
+    expert_shares: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from plait.cost.context import fullest
-from plait.cost.expert import Routed, Rows, even
+from plait.cost.expert import Routed, Rows, spread
 from plait.cost.ledger import StageMemory, TrafficLedger, differences, memory_differences
 from plait.cost.memory import memory
 from plait.cost.parts import parts_of
@@ -162,7 +162,7 @@ def _routed(job: Job, rank: int | None) -> Routed | None:
     model, layout = job.model, job.layout
     if rank is None or model.moe is None:
         return None
-    counts, at = even(job), expert_grid(layout).coordinate(rank)["ep"]
+    counts, at = spread(job), expert_grid(layout).coordinate(rank)["ep"]
     each = len(counts) // layout.ep
     come = layout.ep * sum(counts[at * each : (at + 1) * each])
     rows = Rows(sum(counts), come, layout.etp * come)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait.cost.expert import even
+from plait.cost.expert import spread
 from plait.models.moe import mixtures
 from plait.parallel.mesh import make_mesh
 from plait.spec.grid import expert_grid
@@ -43,11 +43,11 @@ def fake_batch(job: Job) -> MicroBatch:
 
 
 def _route_evenly(program: Program) -> None:
-    """Where sizes depend on data, the table that the formulas take: `cost.expert.even`."""
+    """Where sizes depend on data, the table that the formulas take: `cost.expert.spread`."""
     job = program.job
     for module in program.modules.values():
         for moe in mixtures(module):
-            counts = list(even(job))
+            counts = list(spread(job))
             each, ep = len(counts) // job.layout.ep, expert_grid(job.layout).coordinate
             first = ep(program.mesh.rank)["ep"] * each
             come = [[counts[first : first + each]] * job.layout.ep] * job.layout.etp
