@@ -371,9 +371,9 @@ def test_questions_without_an_answer(plait, library, command, argv):
 
 def test_dryrun(plait, library):
     argv = ("dryrun", "tiny", "--gpus", "h100:64", "--tp", "2")
-    assert plait(*argv, "--json")[:2] == (0, '{"agree": true}\n')
-    library.measured = {"agree": False}
-    assert plait(*argv)[0] == 1
+    for agree, fits, code in ((True, True, 0), (True, None, 0), (False, True, 1), (True, False, 1)):
+        library.measured = {"agree": agree, "fits": fits}
+        assert plait(*argv, "--json")[:2] == (code, json.dumps(library.measured) + "\n")
     code, out, err = plait(*argv, "--dcp", "2")
     assert (code, out) == (2, "")
     assert "not built yet" in err

@@ -116,6 +116,8 @@ def measure(
     """
     table, (only, inside) = _table(job), _place(job, rank)
     rows, per_stage = with_transfers(table), job.layout.world // job.layout.pp
+    # Whoever stands for all has the experts that are chosen most.
+    experts = 0 if rank is None else expert_grid(job.layout).coordinate(rank)["ep"]
     ledger, held, lines = TrafficLedger(), [], []
     seen: dict[Hashable, Traced] = {}
     issued: dict[int, list[At]] = {}
@@ -125,13 +127,13 @@ def measure(
         kind = stage if full else _stage_kind(job, table, stage)
         if kind not in seen or not seen[kind].parts.keys() >= set(keys):
             tell(f"running rank {number}, stage {stage + 1} of {job.layout.pp}")
-            traced = _traced(job, number, full, tell)
+            traced = _traced(job, number, experts, full, tell)
             lines += traced.odd
             seen[kind] = traced if kind not in seen else seen[kind].and_(traced)
             other = (stage + 1) * per_stage - 1 - inside
             if opposite and other != number:
                 tell(f"running rank {other}, to see that it issues the same collectives")
-                lines += _unlike(job, (number, other), traced, full, tell)
+                lines += _unlike(job, (number, other), experts, traced, full, tell)
         traced = seen[kind]
         for key, times in Counter(keys).items():
             add_traffic(ledger, traced[key].traffic, times, stage)
@@ -203,28 +205,30 @@ def _sharing(job: Job, table: Table, stage: int) -> list[int]:
 # Running
 
 
-def _traced(job: Job, rank: int, full: bool, tell: Tell) -> Traced:
+def _traced(job: Job, rank: int, experts: int, full: bool, tell: Tell) -> Traced:
     """What is seen of a rank's step; of a model without a pipeline that is deep enough, in a few
-    of its layers."""
+    of its layers. experts: as in `fake_program`."""
     found = None if full or job.layout.pp > 1 else shallow(job)
     if found is not None:
         short, longer, layers, times = found
         if rhythm(job, layers, times):
-            seen = (_run(part, rank, full, tell) for part in (short, longer))
+            seen = (_run(part, rank, experts, full, tell) for part in (short, longer))
             deep = deepened(*seen, layers, times, job.layout.world)
             if deep is not None:
                 return deep
-    return _run(job, rank, full, tell)
+    return _run(job, rank, experts, full, tell)
 
 
-def _run(job: Job, rank: int, full: bool, tell: Tell) -> Traced:
-    with fake_program(job, rank) as program:
+def _run(job: Job, rank: int, experts: int, full: bool, tell: Tell) -> Traced:
+    with fake_program(job, rank, experts) as program:
         return trace(program, full, lambda doing: tell(f"rank {rank} {doing}"))
 
 
-def _unlike(job: Job, ranks: tuple[int, int], here: Traced, full: bool, tell: Tell) -> list[str]:
+def _unlike(
+    job: Job, ranks: tuple[int, int], experts: int, here: Traced, full: bool, tell: Tell
+) -> list[str]:
     """Where the rank at the opposite corner of a stage issues other collectives."""
-    there = _traced(job, ranks[1], full, tell)
+    there = _traced(job, ranks[1], experts, full, tell)
     both = tuple(
         [At(issue, _said(key)) for key in here.parts for issue in t[key].issued]
         for t in (here, there)

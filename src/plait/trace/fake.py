@@ -12,21 +12,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from plait.cost.expert import spread
 from plait.models.moe import mixtures
 from plait.parallel.mesh import make_mesh
-from plait.spec.grid import expert_grid
 from plait.spec.job import Job
 from plait.train.optimizer import apply_update
 from plait.train.program import MicroBatch, Program
 
 
 @contextmanager
-def fake_program(job: Job, rank: int) -> Iterator[Program]:
-    """The program of a rank after its first step; within it tensors are made fake."""
+def fake_program(job: Job, rank: int, experts: int) -> Iterator[Program]:
+    """The program of a rank after its first step; within it tensors are made fake.
+
+    experts: of which rank of ep it has the experts, as `cost.expert.spread` counts them.
+    """
     dist.init_process_group("fake", rank=rank, world_size=job.layout.world, store=FakeStore())
     try:
         mesh = make_mesh(job.layout, job.model, rank)
         with FakeTensorMode(allow_non_fake_inputs=True):
             program = Program(job, mesh)
-            _route_evenly(program)
+            _route(program, experts)
             _settle(program)
             yield program
     finally:
@@ -42,14 +44,14 @@ def fake_batch(job: Job) -> MicroBatch:
     return MicroBatch(tokens, tokens, torch.arange(shape[0]), documents)
 
 
-def _route_evenly(program: Program) -> None:
+def _route(program: Program, experts: int) -> None:
     """Where sizes depend on data, the table that the formulas take: `cost.expert.spread`."""
     job = program.job
     for module in program.modules.values():
         for moe in mixtures(module):
             counts = list(spread(job))
-            each, ep = len(counts) // job.layout.ep, expert_grid(job.layout).coordinate
-            first = ep(program.mesh.rank)["ep"] * each
+            each = len(counts) // job.layout.ep
+            first = experts * each
             come = [[counts[first : first + each]] * job.layout.ep] * job.layout.etp
             moe.dispatch.read = lambda *_, told=(counts, come): told
 
