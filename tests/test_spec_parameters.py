@@ -1,6 +1,7 @@
 """What each tensor-parallel rank holds of a parameter, and strict building of dataclasses."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import pytest
@@ -14,6 +15,7 @@ from plait.spec.job import Train
 from plait.spec.layout import Layout
 from plait.spec.model import Model, MoE
 from plait.spec.parameters import (
+    Place,
     kv_copies,
     local_box,
     local_shape,
@@ -56,7 +58,7 @@ def models(draw):
 def test_local_boxes_tile_each_parameter(model, tp):
     layout = Layout.fill(tp, tp=tp)
     for p in parameters(model):
-        boxes = [local_box(p, model, layout, rank) for rank in range(tp)]
+        boxes = [local_box(p, model, layout, Place(tp=rank)) for rank in range(tp)]
         held = [0] * prod(p.shape[:2])  # every split is of dim 0 or dim 1
         for offset, size in boxes:
             assert all(0 <= o <= o + s <= n for o, s, n in zip(offset, size, p.shape, strict=True))
@@ -89,7 +91,7 @@ def test_kv_heads_are_copied_beyond_their_number(tp, kv_heads, rows):
     model = Model.of("x", layers=1, hidden=32, heads=8, kv_heads=kv_heads, vocab=10)
     layout = Layout.fill(tp, tp=tp)
     (k,) = [p for p in parameters(model) if p.name == "layers.0.attention.k.weight"]
-    boxes = [local_box(k, model, layout, rank) for rank in range(tp)]
+    boxes = [local_box(k, model, layout, Place(tp=rank)) for rank in range(tp)]
     assert [(offset[0], size[0]) for offset, size in boxes] == rows
     assert all((offset[1], size[1]) == (0, 32) for offset, size in boxes)
     assert kv_copies(model, layout) == max(1, tp // kv_heads)
@@ -101,7 +103,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded():
     table = next(iter(parameters(model)))
     layout = Layout.fill(8, tp=8)
     assert local_shape(table, model, layout) == (2, 32)
-    rows = [local_box(table, model, layout, rank) for rank in range(8)]
+    rows = [local_box(table, model, layout, Place(tp=rank)) for rank in range(8)]
     assert [size[0] for _, size in rows] == [2, 2, 2, 2, 2, 0, 0, 0]
     assert [offset[0] for offset, _ in rows] == [0, 2, 4, 6, 8, 10, 10, 10]
 
@@ -211,3 +213,18 @@ def test_nonsense_is_a_finding_and_no_traceback(told):
     assert all(type(n) is int for n in built.e)
     assert built.g is None or isinstance(built.g, MoE)
     assert {f.where.partition(".")[0] for f in findings} | values.keys() == told.keys()
+
+
+def test_experts_tile_over_their_own_grid():
+    """Each element of an expert is on one rank of ep x etp; a bias that every rank adds, on each
+    of etp."""
+    moe = MoE(experts=8, topk=2, ffn=12, bias=True)
+    model = Model.of("small", layers=1, hidden=6, heads=2, vocab=8, moe=moe)
+    layout = Layout.fill(8, ep=4, etp=2, tp=2, sequence_parallel=True)
+    for p in (p for p in parameters(model) if p.expert):
+        held = dict.fromkeys(product(*map(range, p.shape)), 0)
+        for etp, ep in product(range(2), range(4)):
+            offset, size = local_box(p, model, layout, Place(etp=etp, ep=ep))
+            for at in product(*(range(o, o + n) for o, n in zip(offset, size, strict=True))):
+                held[at] += 1
+        assert set(held.values()) == {tp_copies(p, model, layout)}, p.name
