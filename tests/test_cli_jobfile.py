@@ -156,7 +156,7 @@ def test_tables_inside_the_model():
     assert read_job("train", overrides=dense).model.moe is None
 
 
-OTHER = {bool: True, int: 3, float: 0.5, str: "word"}
+OTHER = {bool: True, int: 3, float: 0.5, str: "word", tuple[float, ...]: (0.5, 2.0)}
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(Train)])
@@ -166,7 +166,8 @@ def test_every_training_field_can_be_overridden(field):
     extra = {"ranks": 3} if field == "global_batch" else {"ranks": 1}
     if field == "accumulation":
         extra["overrides"] = {"global_batch": 9}
-    overrides = extra.pop("overrides", {}) | {f"train.{field}": str(value)}
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    overrides = extra.pop("overrides", {}) | {f"train.{field}": text}
     assert getattr(read_job("train", overrides=overrides, **extra).train, field) == value
 
 

@@ -88,7 +88,7 @@ def run(monkeypatch):
     """The depths of the models that are run."""
     depths, real = [], dry.fake_program
     monkeypatch.setattr(
-        dry, "fake_program", lambda job, rank: depths.append(job.model.layers) or real(job, rank)
+        dry, "fake_program", lambda job, *at: depths.append(job.model.layers) or real(job, *at)
     )
     return depths
 
