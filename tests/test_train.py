@@ -105,7 +105,7 @@ def test_the_ledger_is_shown_as_it_runs(tmp_path):
     assert text.index("Memory of a rank") < text.index("sent by rank 0 in step 0")
     assert "held by rank 0 in step 1" in text
     assert "sent by rank 0 in step 2" not in text
-    assert len(re.findall(r"step [23]: sent .* the same as before, as predicted", text)) == 2
+    assert len(re.findall(r"step [23]: sent .* as before, as predicted; held", text)) == 2
     sent = [row for row in json.loads(done.stdout)["traffic"][0] if row["axis"] == "tp"]
     table = text[text.index("sent by rank 0 in step 1") :]
     for row in sent:

@@ -208,11 +208,14 @@ class Metrics:
         """
         if not self.telling:
             return
-        now = measured.entries, [dict(row) for row in was_held]
+        # What comes and goes differs by when messages are let go.
+        states = ("parameters", "gradients", "optimizer")
+        now = measured.entries, [[row[name] for name in states] for row in was_held]
         if now == self.told:
             sent = sum(sums.bytes for sums in measured.entries.values())
+            most = amount(max(row["total"] for row in was_held))
             same = "as predicted" if not differences(predicted, measured) else "not as predicted"
-            words = f"step {step}: sent {amount(sent)} and held the same as before, {same}"
+            words = f"step {step}: sent {amount(sent)} as before, {same}; held {most} at the most"
             self.console.print(words, highlight=False)
             return
         self.told = now
