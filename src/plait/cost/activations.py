@@ -7,6 +7,7 @@ the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
 from plait.cost.context import Core, needs_calls
+from plait.cost.ends import Ends
 from plait.cost.latent import Latents
 from plait.cost.maps import Maps
 from plait.cost.mixture import Mixture
@@ -27,6 +28,7 @@ class Chunk(Maps):
         super().__init__(job, part, split)
         self.coarse = self.s.c < self.s.a
         self._core = Core(job)
+        self.ends = Ends(self)
         self.latents = Latents(self) if job.model.mla else None
         self.mixture = Mixture(self) if job.model.moe else None
         self.before = job.model.norm_at in ("input", "both")  # norms of a branch
@@ -71,9 +73,9 @@ class Chunk(Maps):
                 tape.enter("loss", "logits")
             engine.gather(unit, unit + 1)
             if name == "embed":
-                self.embed()
+                self.ends.embed()
             elif name == "head":
-                self.head()
+                self.ends.head()
             else:
                 self.layer(_number(name), keep=self.layout.recompute != "full")
             engine.release(unit)
@@ -89,14 +91,14 @@ class Chunk(Maps):
                 engine.release_all(unit + 1)
             engine.gather(unit, unit - 1)
             if name == "head":
-                self.head_backward()
+                self.ends.head_backward()
                 if unit > 0:  # what the unit before asks for when the gradient gets there
                     if self.queue is not None:
                         engine.release_all(unit)
                     engine.gather(unit - 1, unit - 2)
                 tape.enter("backward", "activations")
             elif name == "embed":
-                self.embed_backward()
+                self.ends.embed_backward()
             else:
                 if self.layout.recompute == "full":
                     # What first asks for a tensor is the last map, whose gradient is gathered.
@@ -378,126 +380,6 @@ class Chunk(Maps):
             # Both ways into the branch's input are summed into a tensor of their own.
             tape.spike(self.stream)
             self.drop_gradient()
-
-    # -- embedding and head
-
-    def embed(self) -> None:
-        """Leaves the residual stream."""
-        s, tape, model = self.s, self.tape, self.model
-        if self.tp:
-            tape.take(9 * s.tokens)  # where tokens are looked up (int64), which are not (bool)
-            with tape.during(self.whole):  # what was found, before others' tokens are masked
-                with tape.during(self.whole if self.rows else 0, "buffers"):
-                    tape.take(self.stream)
-        else:
-            tape.take(self.stream)
-        if model.embed_scale:
-            tape.spike(self.stream)
-        if model.positions == "learned":
-            tape.take(8 * s.tokens)
-            tape.spike(2 * self.stream)
-        if model.embed_norm:
-            self.norm(s.rows, s.hidden, keep=True)
-        self.dropout(keep=True)
-        if model.dropout:
-            tape.drop(self.stream)
-
-    def embed_backward(self) -> None:
-        """Drops the gradient of the residual stream."""
-        s, tape, model = self.s, self.tape, self.model
-        later, table = self.queue is not None, "embed.tokens.weight"
-        self.dropout_backward()
-        if model.dropout:
-            self.drop_gradient()
-        if model.embed_norm:
-            self.norm_backward("embed.norm", s.rows, s.hidden)
-            tape.drop(self.stream)
-            if self.given:
-                tape.take(self.stream)
-                self.drop_gradient()
-        # Both lookups have the same gradient, which is let go after the table's.
-        gathers = self.rows and later  # the lookup by itself gathers its gradient, in W
-        alike = (not self.tp or gathers) and not model.embed_scale
-        if model.positions == "learned" and later:
-            held = 8 * s.tokens + (0 if alike else self.stream)
-            self.put_off(["embed.positions.weight"], (tape.kind, held))
-            self.shared = True
-        elif model.positions == "learned":
-            tape.take(self.weight("embed.positions.weight"))
-            self.arrive("embed.positions.weight", weights=True)
-            tape.drop(8 * s.tokens)
-        if model.embed_scale:
-            tape.take(self.stream)
-            self.drop_gradient()
-        if self.tp and not gathers:
-            if self.rows:
-                tape.take(self.whole, "buffers")
-                self.drop_gradient()
-                tape.take(self.whole)
-                tape.drop(self.whole, "buffers")
-            else:
-                tape.take(self.whole)
-                self.drop_gradient()
-            tape.drop(s.tokens if later else 9 * s.tokens)
-        if gathers:
-            held = (tape.kind, self.stream + 9 * s.tokens)
-            self.put_off([table], held, gathered=self.whole)
-            self.given = self.shared = False
-            return
-        if later:
-            self.put_off([table], (tape.kind, self.whole + (8 * s.tokens if self.tp else 0)))
-            self.given = self.shared = False
-            return
-        tape.take(self.weight(table))
-        if self.tp:
-            tape.drop(self.whole)
-        else:
-            self.drop_gradient()
-        if model.tied and self.part.head:  # autograd adds the head's gradient and this one up
-            tape.take(self.weight(table))  # to a third
-            tape.drop(self.weight(table), "logits")
-            tape.drop(self.weight(table))
-        self.arrive(table, weights=True)
-
-    def head(self) -> None:
-        """Leaves the log probabilities, or under tp the softmax."""
-        s, tape = self.s, self.tape
-        n = s.tokens * s.vocab
-        self.norm(s.rows, s.hidden, keep=True)
-        self.fan_out(s.vocab)
-        if self.model.logit_softcap:
-            tape.take(s.c * n)
-            tape.spike(s.c * n)
-        tape.take(s.a * n)
-        if not self.tp and self.coarse:
-            tape.spike(s.a * n)
-        tape.drop(s.c * n)
-        tape.take(self.targets)
-
-    @property
-    def targets(self) -> int:
-        """Under tp which targets are this rank's, and where (bool, int64)."""
-        return 9 * self.s.tokens if self.tp else 0
-
-    def head_backward(self) -> None:
-        """Leaves the gradient of the residual stream."""
-        s, tape = self.s, self.tape
-        n = s.tokens * s.vocab
-        if not self.tp:
-            tape.spike(s.a * n + (s.c * n if self.coarse else 0))
-        elif self.coarse:
-            tape.spike(s.c * n)
-        tape.drop(s.a * n - s.c * n + self.targets)
-        if self.model.logit_softcap:
-            tape.spike(s.c * n)
-            tape.drop(s.c * n)
-        self.fan_out_backward({"head.output": s.vocab}, self.stream, input="logits")
-        alone = self.units == ("head",)
-        self.norm_backward("head.norm", s.rows, s.hidden, moment="backward" if alone else "")
-        # From here on it is a layer's affair, and the head's input has been used.
-        tape.drop(self.stream, "logits")
-        tape.take(self.stream, "activations")
-        tape.drop(0 if alone else self.stream, "activations")
 
 
 def _number(unit: str) -> int:

@@ -1,0 +1,135 @@
+"""The two ends of a model on one rank, tensor by tensor: embedding and head, with the loss.
+
+It mirrors `models.transformer.Embed` and `Head`, and what `parallel/tensor.py` makes of them where
+the vocabulary is cut over the tp ranks.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.cost.activations import Chunk
+
+
+class Ends:
+    """Embedding and head of a chunk that has them, told to its tape."""
+
+    def __init__(self, chunk: "Chunk"):
+        self.chunk = chunk
+
+    def embed(self) -> None:
+        """Leaves the residual stream."""
+        chunk, s, tape, model = self.chunk, self.chunk.s, self.chunk.tape, self.chunk.model
+        if chunk.tp:
+            tape.take(9 * s.tokens)  # where tokens are looked up (int64), which are not (bool)
+            with tape.during(chunk.whole):  # what was found, before others' tokens are masked
+                with tape.during(chunk.whole if chunk.rows else 0, "buffers"):
+                    tape.take(chunk.stream)
+        else:
+            tape.take(chunk.stream)
+        if model.embed_scale:
+            tape.spike(chunk.stream)
+        if model.positions == "learned":
+            tape.take(8 * s.tokens)
+            tape.spike(2 * chunk.stream)
+        if model.embed_norm:
+            chunk.norm(s.rows, s.hidden, keep=True)
+        chunk.dropout(keep=True)
+        if model.dropout:
+            tape.drop(chunk.stream)
+
+    def embed_backward(self) -> None:
+        """Drops the gradient of the residual stream."""
+        chunk, s, tape, model = self.chunk, self.chunk.s, self.chunk.tape, self.chunk.model
+        later, table = chunk.queue is not None, "embed.tokens.weight"
+        chunk.dropout_backward()
+        if model.dropout:
+            chunk.drop_gradient()
+        if model.embed_norm:
+            chunk.norm_backward("embed.norm", s.rows, s.hidden)
+            tape.drop(chunk.stream)
+            if chunk.given:
+                tape.take(chunk.stream)
+                chunk.drop_gradient()
+        # Both lookups have the same gradient, which is let go after the table's.
+        gathers = chunk.rows and later  # the lookup by itself gathers its gradient, in W
+        alike = (not chunk.tp or gathers) and not model.embed_scale
+        if model.positions == "learned" and later:
+            held = 8 * s.tokens + (0 if alike else chunk.stream)
+            chunk.put_off(["embed.positions.weight"], (tape.kind, held))
+            chunk.shared = True
+        elif model.positions == "learned":
+            tape.take(chunk.weight("embed.positions.weight"))
+            chunk.arrive("embed.positions.weight", weights=True)
+            tape.drop(8 * s.tokens)
+        if model.embed_scale:
+            tape.take(chunk.stream)
+            chunk.drop_gradient()
+        if chunk.tp and not gathers:
+            if chunk.rows:
+                tape.take(chunk.whole, "buffers")
+                chunk.drop_gradient()
+                tape.take(chunk.whole)
+                tape.drop(chunk.whole, "buffers")
+            else:
+                tape.take(chunk.whole)
+                chunk.drop_gradient()
+            tape.drop(s.tokens if later else 9 * s.tokens)
+        if gathers:
+            held = (tape.kind, chunk.stream + 9 * s.tokens)
+            chunk.put_off([table], held, gathered=chunk.whole)
+            chunk.given = chunk.shared = False
+            return
+        if later:
+            chunk.put_off([table], (tape.kind, chunk.whole + (8 * s.tokens if chunk.tp else 0)))
+            chunk.given = chunk.shared = False
+            return
+        tape.take(chunk.weight(table))
+        if chunk.tp:
+            tape.drop(chunk.whole)
+        else:
+            chunk.drop_gradient()
+        if model.tied and chunk.part.head:  # autograd adds the head's gradient and this one up
+            tape.take(chunk.weight(table))  # to a third
+            tape.drop(chunk.weight(table), "logits")
+            tape.drop(chunk.weight(table))
+        chunk.arrive(table, weights=True)
+
+    def head(self) -> None:
+        """Leaves the log probabilities, or under tp the softmax."""
+        chunk, s, tape = self.chunk, self.chunk.s, self.chunk.tape
+        n = s.tokens * s.vocab
+        chunk.norm(s.rows, s.hidden, keep=True)
+        chunk.fan_out(s.vocab)
+        if chunk.model.logit_softcap:
+            tape.take(s.c * n)
+            tape.spike(s.c * n)
+        tape.take(s.a * n)
+        if not chunk.tp and chunk.coarse:
+            tape.spike(s.a * n)
+        tape.drop(s.c * n)
+        tape.take(self.targets)
+
+    @property
+    def targets(self) -> int:
+        """Under tp which targets are this rank's, and where (bool, int64)."""
+        return 9 * self.chunk.s.tokens if self.chunk.tp else 0
+
+    def head_backward(self) -> None:
+        """Leaves the gradient of the residual stream."""
+        chunk, s, tape = self.chunk, self.chunk.s, self.chunk.tape
+        n = s.tokens * s.vocab
+        if not chunk.tp:
+            tape.spike(s.a * n + (s.c * n if chunk.coarse else 0))
+        elif chunk.coarse:
+            tape.spike(s.c * n)
+        tape.drop(s.a * n - s.c * n + self.targets)
+        if chunk.model.logit_softcap:
+            tape.spike(s.c * n)
+            tape.drop(s.c * n)
+        chunk.fan_out_backward({"head.output": s.vocab}, chunk.stream, input="logits")
+        alone = chunk.units == ("head",)
+        chunk.norm_backward("head.norm", s.rows, s.hidden, moment="backward" if alone else "")
+        # From here on it is a layer's affair, and the head's input has been used.
+        tape.drop(chunk.stream, "logits")
+        tape.take(chunk.stream, "activations")
+        tape.drop(0 if alone else chunk.stream, "activations")
