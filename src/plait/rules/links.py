@@ -35,6 +35,13 @@ from plait.spec.job import Job
 from plait.spec.layout import divisors
 
 
+def _instead(cluster: Cluster, bytes: float) -> str:
+    """How long so many bytes take over slow links, and would over fast ones; "" where unknown."""
+    if not cluster.nic:
+        return ""
+    return f" ({in_time(bytes / cluster.nic)} instead of {in_time(bytes / cluster.link)})"
+
+
 def _of_a_step(job: Job, *axes: str) -> str:
     """What axes send in a step over slow links, with its time, and that of a step's operations."""
     cluster, n = job.cluster, sent(job, *axes)
@@ -59,10 +66,7 @@ def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
         f"tp {layout.tp} {beyond(cluster, layout.tp)}: each layer sends {in_bytes(layer)} per rank "
         f"and micro batch over {slow_links(cluster)}"
     )
-    if cluster.nic:
-        fast, slow = layer / cluster.link, layer / cluster.nic
-        message += f" ({in_time(slow)} instead of {in_time(fast)})"
-    message += f"; {_of_a_step(job, 'tp')}"
+    message += f"{_instead(cluster, layer)}; {_of_a_step(job, 'tp')}"
     where, domain = "layout.tp", cluster.fast_domain
     inside = [t for t in legal_tp(job.model) if t < layout.tp and domain % t == 0]
     found = better(job, ({where: t} for t in reversed(inside)), on_the_way)
@@ -152,10 +156,7 @@ def ulysses_beyond_fast_domain(job: Job) -> Iterator[Finding]:
         f"tp {layout.tp} x ulysses {u} {beyond(cluster, layout.tp * u)}: each layer "
         f"waits for {in_bytes(layer)} per rank and micro batch over {slow_links(cluster)}"
     )
-    if cluster.nic:
-        fast, slow = layer / cluster.link, layer / cluster.nic
-        message += f" ({in_time(slow)} instead of {in_time(fast)})"
-    message += f"; {_of_a_step(job, 'ulysses')}"
+    message += f"{_instead(cluster, layer)}; {_of_a_step(job, 'ulysses')}"
     inside = [v for v in legal_ulysses(job) if v < u and domain % (layout.tp * v) == 0]
     found = fitting(job, ({where: v} for v in reversed(inside)))
     if found:
