@@ -20,7 +20,8 @@ _QUIET = 2.0
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    given, job, found = ask("dryrun", _WORDS, argv, _flags)
+    given, question = ask("dryrun", _WORDS, argv, _flags)
+    job, found = question.job, question.findings
     rank, wrong = _rank(given.get("rank"), job.layout.world)
     errors = [f for f in found if f.level == "error"] + wrong
     if errors:  # an illegal layout can be explained, but not run
@@ -29,6 +30,8 @@ def run(argv: list[str]) -> int:
     from plait.trace.dryrun import dryrun
 
     answer = dryrun(job, found, full=given["full"], rank=rank, tell=_progress())
+    if question.source:
+        answer["source"] = question.source
     show(answer, job, given)
     return int(not answer["agree"] or answer["fits"] is False)
 

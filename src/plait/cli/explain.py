@@ -5,27 +5,26 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from plait.cli.arguments import FLAGS, job_parser, load_job, model_or_file, parse
+from plait.cli.arguments import FLAGS, job_parser, model_or_file, parse
 from plait.cli.files import outputs, write
-from plait.spec.findings import Finding
+from plait.cli.question import Question, asked, launched
 from plait.spec.job import Job
 
 _WORDS = """\
 Say what a layout holds, sends and takes, from formulas, in no time and without a device. By
 default: the model's own sequence length, micro batch 1, bfloat16 with float32 gradients and Adam
-states, ZeRO-1. Exit code 1: it does not fit, or is illegal. Flags are stronger than the file."""
+states, ZeRO-1. Exit code 1: it does not fit, or is illegal. Flags are stronger than the file.
+
+--from DIALECT reads what another system launches with, a file or the command itself in quotes:
+plait explain --from megatron launch.sh --gpus h100:128. `plait presets` lists the dialects."""
 
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    given, job, found = ask("explain", _WORDS, argv)
-
-    from plait.report.build import report
-
-    answer = report(job, found)
-    show(answer, job, given)
-    illegal = any(f.level == "error" for f in found)
-    return int(illegal or answer["fits"] is False)
+    given, question = ask("explain", _WORDS, argv)
+    answer = question.report()
+    show(answer, question.job, given)
+    return int(question.illegal or answer["fits"] is False)
 
 
 def ask(
@@ -33,26 +32,31 @@ def ask(
     words: str,
     argv: Sequence[str],
     own: Callable[[ArgumentParser], Mapping[str, str]] = lambda _: {},
-) -> tuple[Mapping[str, Any], Job, list[Finding]]:
-    """The question of a command that answers with a REPORT: its flags, the job, what the rules say
-    of it. own: adds flags of the command's own to the parser, and returns those with a value.
+) -> tuple[Mapping[str, Any], Question]:
+    """The question of a command that answers with a REPORT: its flags, and what they ask.
+
+    own: adds flags of the command's own to the parser, and returns those with a value.
 
     Raises:
         UserError: every problem of arguments, file and fields, the page's file among them.
     """
     parser, flags = asking(command, words)
     given, subjects, findings = parse(argv, parser, flags | own(parser))
+    findings = [*findings, *outputs(given, ["html"])]
+    if "from" in given:
+        return given, launched(given["from"], subjects, given, findings)
     file, model, more = model_or_file(subjects)
-    findings = [*findings, *more, *outputs(given, ["html"])]
-    return given, *load_job("plan", given, findings, file=file, model=model)
+    return given, asked(given, [*findings, *more], file, model)
 
 
 def asking(command: str, words: str) -> tuple[ArgumentParser, Mapping[str, str]]:
     """The parser and the flags of a command that answers with a REPORT."""
     usage = f"MODEL --gpus GPU:COUNT [--tp N] ...  |  plait {command} JOB.toml ..."
+    usage += f"  |  plait {command} --from DIALECT FILE-OR-COMMAND ..."
     parser = job_parser(command, usage, words)
+    parser.add_argument("--from", metavar="DIALECT", help="in whose words the layout is said")
     parser.add_argument("--html", metavar="FILE", help="write the answer as a page there, too")
-    return parser, FLAGS | {"--html": "html"}
+    return parser, FLAGS | {"--html": "html", "--from": "from"}
 
 
 def show(answer: dict[str, Any], job: Job, given: Mapping[str, Any]) -> None:
@@ -63,7 +67,7 @@ def show(answer: dict[str, Any], job: Job, given: Mapping[str, Any]) -> None:
     """
     if "html" in given:
         write(given, {"html": lambda path: path.write_text(_page(answer, job), "utf-8")})
-    print(json.dumps(answer, default=str) if given["json"] else _text(answer, job))
+    print(json.dumps(answer, default=str) if given["json"] else text(answer, job))
 
 
 def _page(answer: dict[str, Any], job: Job) -> str:
@@ -73,7 +77,8 @@ def _page(answer: dict[str, Any], job: Job) -> str:
     return page(answer, drawn(job) if _pipelined(answer, job) else None)
 
 
-def _text(answer: dict[str, Any], job: Job) -> str:
+def text(answer: dict[str, Any], job: Job) -> str:
+    """A REPORT for people."""
     from plait.report.text import render
 
     if not _pipelined(answer, job):

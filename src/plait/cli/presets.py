@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from plait.cli.arguments import parse, parser, superfluous
+from plait.dialects import DIALECTS, dialect
 from plait.spec import presets
 from plait.spec.findings import UserError
 from plait.spec.parameters import active_count, parameter_count
@@ -23,7 +24,7 @@ def run(argv: list[str]) -> int:
         "models": [_model(name) for name in presets.model_names()],
         "clusters": [_cluster(name) for name in presets.cluster_names()],
         "schedules": [_schedule(name) for name in SCHEDULES],
-        "dialects": [],
+        "dialects": [_dialect(name) for name in DIALECTS],
     }
     print(json.dumps(answer) if given["json"] else _text(answer))
     return 0
@@ -59,6 +60,10 @@ def _schedule(name: str) -> dict[str, Any]:
     }
 
 
+def _dialect(name: str) -> dict[str, Any]:
+    return {"name": name, "of": DIALECTS[name], "version": dialect(name).VERSION}
+
+
 def _text(answer: dict[str, Any]) -> str:
     models = [("model", "parameters", "layers", "hidden", "heads", "kv", "vocab", "seq", "experts")]
     for m in answer["models"]:
@@ -75,7 +80,10 @@ def _text(answer: dict[str, Any]) -> str:
         backward = "I, W" if s["split_backward"] else "B"
         schedules.append((s["name"], chunks, s["placement"], backward, ", ".join(s["aliases"])))
     cluster = "A cluster is GPU:COUNT, as h100:64."
-    return "\n\n".join([_columns(models), _columns(clusters), cluster, _columns(schedules)])
+    dialects = [("dialect", "of", "version"), *(tuple(d.values()) for d in answer["dialects"])]
+    tables = (models, clusters, schedules, dialects)
+    shown = [_columns(table) for table in tables]
+    return "\n\n".join([*shown[:2], cluster, *shown[2:]])
 
 
 def _count(n: int) -> str:

@@ -14,6 +14,7 @@ from plait.cost.dtypes import dtypes_of
 from plait.cost.links import far_axes
 from plait.cost.memory import memory
 from plait.cost.recipes import recipe_of
+from plait.cost.serving import Serving
 from plait.cost.traffic import traffic
 from plait.schedules.job import timeline
 from plait.spec.buckets import shards_of
@@ -21,6 +22,7 @@ from plait.spec.chunks import chunk_layers
 from plait.spec.findings import Finding
 from plait.spec.grid import Grid, dense_grid, expert_grid
 from plait.spec.job import Job
+from plait.spec.layout import Layout
 from plait.spec.parameters import active_count, parameter_count
 
 _TIMES = (
@@ -36,8 +38,19 @@ _TIMES = (
 _BUBBLES = ("step_total", "step_ideal", "span_total", "span_ideal")
 
 
-def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
+def report(
+    job: Job,
+    findings: Sequence[Finding],
+    world: int | None = None,
+    serving: Serving | None = None,
+) -> dict[str, Any]:
     """The REPORT of a job: plain dicts, lists, numbers, ready for JSON.
+
+    Args:
+        world: ranks, where the degrees of an illegal layout do not multiply to them (or its
+            experts' do not): then there are no grids.
+        serving: how a serving engine uses the ranks: what it holds and sends takes the place of
+            a training step.
 
     With an error among the findings the layout is only described; what would be computed is None
     and it does not fit. Without a cluster nothing says how much a device holds: `fits` is None.
@@ -47,7 +60,6 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
     Traffic is bytes of one rank in one optimizer step.
     """
     layout, batch, model = job.layout, job.batch, job.model
-    dense, expert = dense_grid(layout), expert_grid(layout)
     legal = all(f.level != "error" for f in findings)
     held = _memory(job) if legal else _unknown_memory(job)
     fits = held["margin_bytes"] is None or held["margin_bytes"] >= 0
@@ -55,9 +67,9 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
         "model": asdict(model)
         | {"parameters": parameter_count(model), "active_parameters": active_count(model)},
         "cluster": None if job.cluster is None else asdict(job.cluster),
-        "world": layout.world,
-        "layout": asdict(layout) | ({"stages": _stages(job)} if legal else {}),
-        "grids": {"dense": _sizes(dense), "expert": _sizes(expert)},
+        "world": layout.world if world is None else world,
+        "layout": _layout(job, legal, world),
+        "grids": _grids(layout) if world is None else {"dense": None, "expert": None},
         "context": _context(job) if legal else None,
         "batch": {
             "micro": batch.micro,
@@ -76,6 +88,18 @@ def report(job: Job, findings: Sequence[Finding]) -> dict[str, Any]:
         "time": dict.fromkeys(_TIMES),
         "serving": None,
     }
+
+
+def _layout(job: Job, legal: bool, world: int | None) -> dict[str, Any]:
+    """Every field; what cannot be derived of an illegal layout is None."""
+    derived = {"stages": _stages(job)} if legal else {}
+    if world not in (None, job.layout.world):
+        derived |= {"dp_replicate": None, "dp_shard": None}
+    return asdict(job.layout) | derived
+
+
+def _grids(layout: Layout) -> dict[str, dict[str, int]]:
+    return {"dense": _sizes(dense_grid(layout)), "expert": _sizes(expert_grid(layout))}
 
 
 def _stages(job: Job) -> list[int] | None:

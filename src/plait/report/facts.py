@@ -37,7 +37,8 @@ def layout_of(report: Report) -> Layout:
 
 def has_experts(report: Report) -> bool:
     """Whether experts lie over the ranks; those of an illegal layout may not divide them."""
-    whole = prod(report["grids"]["expert"].values()) == report["world"]
+    grid = report["grids"]["expert"]
+    whole = grid is not None and prod(grid.values()) == report["world"]
     return bool(report["model"]["moe"]) and whole
 
 

@@ -29,7 +29,7 @@ from plait.spec.chunks import balanced
 from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Batch, Checkpoint, Data, Job, Train
-from plait.spec.layout import LARGEST, Layout, sound_pipeline, sound_words
+from plait.spec.layout import ILLEGAL, LARGEST, Layout, sound_pipeline, sound_words
 from plait.spec.model import Model
 
 Purpose = Literal["train", "plan"]
@@ -150,6 +150,42 @@ def draft_job(
     With findings the job is a stand-in, in which what was wrong counts as not given: good for
     the rules to find further problems in it, and for nothing else. None: there is no model.
     """
+    made = draft(purpose, file, overrides, ranks, model, gpus, world)
+    return made.job, made.findings
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job as far as it could be read.
+
+    Attributes:
+        job: a stand-in where there are findings (see `draft_job`).
+        findings: what is wrong.
+        world: ranks, where they are known.
+        degrees: whether the degrees of the job's layout are those that were meant.
+    """
+
+    job: Job | None
+    findings: list[Finding]
+    world: int | None = None
+    degrees: bool = False
+
+    @property
+    def understood(self) -> bool:
+        """Nothing is wrong but that the layout is illegal: it can be described."""
+        return self.job is not None and all(f.rule in ILLEGAL for f in self.findings)
+
+
+def draft(
+    purpose: Purpose,
+    file: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    ranks: int | None = None,
+    model: str | None = None,
+    gpus: str | None = None,
+    world: int | None = None,
+) -> Draft:
+    """As `draft_job`, with what is known of a layout that is illegal."""
     findings: list[Finding] = []
     said = {"ranks": ranks, "model": model, "gpus": gpus}
     overrides = (overrides or {}) | {k: v for k, v in said.items() if v is not None}
@@ -175,7 +211,7 @@ def draft_job(
     data = Data(**check_fields(Data, tables["data"], "data", findings))
     kept = Checkpoint(**check_fields(Checkpoint, tables["checkpoint"], "checkpoint", findings))
     if spec is None:
-        return None, findings
+        return Draft(None, findings, size)
 
     train = _train_defaults(purpose, train, spec)
     micro = layout.micro_batch if "micro_batch" in tables["layout"] else None
@@ -187,7 +223,8 @@ def draft_job(
         layout = replace(layout, stages=by_cost(spec, layout, train.seq_len))
     elif whole and stages == "balanced":
         layout = replace(layout, stages=balanced(spec.layers, layout.pp * layout.vpp))
-    return Job(spec, layout, train, data, kept, cluster, top.metrics, top.explain), findings
+    job = Job(spec, layout, train, data, kept, cluster, top.metrics, top.explain)
+    return Draft(job, findings, size, layout.world == size)
 
 
 def _attempt(read: Callable[[], Any], findings: list[Finding]) -> Any:
@@ -432,6 +469,13 @@ def _layout(
         layout = _attempt(lambda: Layout.fill(world, **told), findings)
         if layout is not None:
             return layout, True
+        # Where only the experts' grid is wrong, the dense one is known.
+        dense = {k: v for k, v in told.items() if k not in ("ep", "etp")}
+        layout = _attempt(lambda: Layout.fill(world, **dense), [])
+        if layout is not None:
+            return replace(
+                layout, **{k: max(1, told[k]) for k in ("ep", "etp") if k in told}
+            ), False
     counts = {
         k: v for k, v in told.items() if not isinstance(v, int) or 0 < v <= LARGEST or k == "zero"
     }

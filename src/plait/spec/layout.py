@@ -16,6 +16,15 @@ LARGEST = 1_000_000
 #: recomputing "attention" means its projections, rotary embedding and kernel as a whole.
 RECOMPUTE_MODULES = ("norm", "attention", "mlp")
 
+#: Rules that say that a layout which was understood is illegal: its degrees or its batch do not
+#: go together. Everything else that is wrong with a question leaves it without a meaning.
+ILLEGAL = frozenset(
+    {
+        "degrees-divide", "degrees-divide-world", "dp-product", "zero-0-shards-nothing",
+        "expert-grid", "chunks", "stages", "batch-product",
+    }
+)  # fmt: skip
+
 CP_METHODS = ("ring", "all-gather")
 
 

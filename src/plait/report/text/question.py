@@ -38,10 +38,11 @@ def question(console: "Console", report: dict[str, Any]) -> None:
         even = f"the rank with most attention has {context['imbalance']:.3f} of the mean"
         _line(console, "samples", f"in {context['pieces']} pieces", even)
     product = f"{batch['micro']} micro x {_dp(layout)} dp x {batch['accumulation']} accumulation"
+    whole = report["grids"]["dense"] is not None
     _line(
         console,
         "batch",
-        f"{batch['global']} samples = {product}",
+        f"{batch['global']} samples" + (f" = {product}" if whole else ""),
         f"{batch['seq_len']} tokens each",
         f"{count(batch['tokens_per_step'])} tokens a step",
         f"{batch['dtype']}, gradients {batch['grad_dtype']}",
@@ -59,8 +60,9 @@ def _line(console: "Console", name: str, *parts: str) -> None:
     console.print(table)
 
 
-def _dp(layout: dict[str, Any]) -> int:
-    return layout["dp_replicate"] * layout["dp_shard"]
+def _dp(layout: dict[str, Any]) -> int | None:
+    """None where it cannot be derived of an illegal layout."""
+    return None if layout["dp_shard"] is None else layout["dp_replicate"] * layout["dp_shard"]
 
 
 def _layout(layout: dict[str, Any]) -> Iterable[str]:
@@ -74,7 +76,9 @@ def _layout(layout: dict[str, Any]) -> Iterable[str]:
             how = _context(layout) if axis == "cp" else how
             yield f"[bold]{axis} {layout[axis]}[/]{how}"
     replicate, shard = layout["dp_replicate"], layout["dp_shard"]
-    if replicate > 1 and shard > 1:
+    if _dp(layout) is None:
+        yield "[bold]dp ?[/]"
+    elif replicate > 1 and shard > 1:
         yield f"[bold]dp {replicate} x {shard}[/] (replicas x shards)"
     else:
         yield f"[bold]dp {replicate * shard}[/]"

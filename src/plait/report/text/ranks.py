@@ -17,7 +17,7 @@ ROWS, COLUMNS = 16, 16
 
 def ranks(console: "Console", report: dict[str, Any]) -> None:
     """Both grids: rank by rank, or a row for each axis."""
-    if report["world"] == 1:
+    if report["world"] == 1 or report["grids"]["dense"] is None:
         return
     drawn = report["world"] <= DRAWN
     draw = _draw if drawn else _describe

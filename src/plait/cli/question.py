@@ -1,0 +1,204 @@
+"""What a command that answers with a REPORT was asked: about a job, said in flags, in a job file
+or in the words of another system."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.cli.arguments import FLAGS
+from plait.dialects import dialect
+from plait.dialects.launch import Launch, Told
+from plait.dialects.nearest import nearest_legal, smallest_world
+from plait.dialects.source import source_of
+from plait.rules import check
+from plait.spec import presets
+from plait.spec.findings import Finding, UserError, error
+from plait.spec.job import Job
+from plait.spec.jobfile import Draft, draft
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job to be explained, and what there is to say of it already.
+
+    Attributes:
+        job: a stand-in where its degrees do not go together (see `spec.jobfile.Draft`).
+        findings: of the rules and of the dialect.
+        draft: how far the job could be read.
+        source: REPORT's `source`, of a launch that another system understands.
+        launch: what the dialect made of it.
+    """
+
+    job: Job
+    findings: list[Finding]
+    draft: Draft
+    source: dict[str, Any] | None = None
+    launch: Launch | None = field(default=None, repr=False)
+
+    @property
+    def illegal(self) -> bool:
+        return any(f.level == "error" for f in self.findings)
+
+    def report(self) -> dict[str, Any]:
+        """The REPORT."""
+        from plait.report.build import report
+
+        world = None if self.draft.degrees else self.draft.world
+        serving = self.launch.serving if self.launch else None
+        answer = report(self.job, self.findings, world, serving)
+        return answer | ({"source": self.source} if self.source else {})
+
+
+def asked(
+    given: Mapping[str, Any],
+    findings: Sequence[Finding],
+    file: str | None = None,
+    model: str | None = None,
+) -> Question:
+    """The question that flags and a job file ask.
+
+    Args:
+        given: as `cli.arguments.parse` returns it. findings: what is wrong with the arguments.
+
+    Raises:
+        UserError: the question has no meaning. A layout that is illegal has one.
+    """
+    overrides = _overrides(given)
+    findings = list(findings)
+    if model is not None and "model" in overrides:
+        message = f"two models: {model} and --model {overrides['model']}"
+        findings.append(error("model", overrides["model"], message, model))
+    made = draft("plan", file, overrides, model=model)
+    return _question(made, findings)
+
+
+def _question(made: Draft, wrong: Sequence[Finding]) -> Question:
+    found = check(made.job, "plan") if made.job is not None else []
+    # A file that cannot be read is a wrong question, not a layout that is illegal.
+    wrong = [*wrong, *(f for f in found if f.rule == "unreadable")]
+    said = {(f.where, f.message) for f in (*wrong, *made.findings)}
+    more = [f for f in found if (f.where, f.message) not in said]
+    if wrong or not made.understood:
+        # The draft is good for finding what else is illegal, and for nothing more.
+        raise UserError([*wrong, *made.findings, *(f for f in more if f.level == "error")])
+    assert made.job is not None
+    if made.findings:
+        more = [f for f in more if f.level == "error"]
+    return Question(made.job, [*made.findings, *more], made)
+
+
+def launched(
+    name: str, words: Sequence[str], given: Mapping[str, Any], findings: Sequence[Finding]
+) -> Question:
+    """The question that a launch file or command of another system asks.
+
+    Args:
+        name: of the dialect. words: a file's name, or the command.
+
+    Raises:
+        UserError: it cannot be read, or leaves open what decides the layout.
+    """
+    wrong = list(findings)
+    overrides = _overrides(given)
+    language = source = None
+    try:
+        language = dialect(name)
+        source = source_of(list(words)) if words else None
+    except UserError as problem:
+        wrong += problem.findings
+    if not words:
+        wrong.append(error("from", name, "a launch file or a command must follow"))
+    told = _told(overrides)
+    if language is None or source is None:
+        raise UserError(wrong)
+    launch = language.read(source, told)
+    fields = _merged(launch.fields, overrides)
+    wrong += [f for f in launch.settings.findings if f.level == "error"]
+    notes = [f for f in launch.settings.findings if f.level != "error"]
+    if not fields.keys() & {"ranks", "gpus"}:
+        fields["ranks"], assumed = smallest_world(fields)
+        notes.append(assumed)
+    question = _question(draft("plan", None, fields), wrong)
+    own = [*launch.findings, *language.check(launch, question.job)]
+    found = [*own, *question.findings, *notes, *_strangers(launch, name)]
+    order = ("error", "warning", "note")
+    found.sort(key=lambda f: order.index(f.level))
+    about = _about(name, language.VERSION, launch, source.name)
+    if any(f.level == "error" for f in found):
+        legal = nearest_legal(fields, [f for f in own if f.level == "error"])
+        written = language.write(legal) if legal else None
+        about["legal"] = written.files if written else None
+    return Question(question.job, found, question.draft, about, launch)
+
+
+def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: text for path, text in given.items() if path in FLAGS.values()}
+
+
+def _told(overrides: Mapping[str, Any]) -> Told:
+    """What the flags say that a dialect may need; what is wrong with them is said elsewhere."""
+    world = model = None
+    try:
+        if "gpus" in overrides:
+            world = presets.cluster(overrides["gpus"]).devices
+        elif str(overrides.get("ranks", "")).isdecimal():
+            world = int(overrides["ranks"])
+    except UserError:
+        pass
+    try:
+        model = presets.model(overrides["model"]) if "model" in overrides else None
+    except UserError:
+        pass
+    return Told(overrides, world, model)
+
+
+def _merged(said: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the file, under those of the flags: a model or a number of ranks that is
+    named replaces what the file says of it."""
+    kept = dict(said)
+    if "model" in overrides:
+        kept = {k: v for k, v in kept.items() if k != "model" and not k.startswith("model.")}
+    if overrides.keys() & {"ranks", "gpus"}:
+        kept.pop("ranks", None)
+        kept.pop("gpus", None)
+    return kept | dict(overrides)
+
+
+def _strangers(launch: Launch, name: str) -> list[Finding]:
+    """A warning for each option that the target does not know."""
+    found = []
+    for setting, nearest in launch.unknown():
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        message = f"{setting.name} is no option that {name} is known to have{hint}"
+        place = setting.where
+        found.append(
+            Finding("warning", "unknown-option", f"{message}{f' ({place})' if place else ''}",
+                    setting.name, setting.value, {setting.name: nearest} if nearest else {})
+        )  # fmt: skip
+    return found
+
+
+def _about(name: str, version: str, launch: Launch, file: str) -> dict[str, Any]:
+    """REPORT's `source`: what became of every option."""
+    settings = launch.settings
+
+    def line(setting: Any, **more: Any) -> dict[str, Any]:
+        return {"name": setting.name, "value": setting.value, "where": setting.where} | more
+
+    return {
+        "dialect": name,
+        "version": version,
+        "file": file,
+        "understood": [
+            line(settings.said[key]) | {"means": means}
+            for key, (_, means) in settings.taken.items()
+        ],
+        "unheeded": [line(setting) for setting in launch.unheeded()],
+        "unknown": [line(setting, nearest=near) for setting, near in launch.unknown()],
+        "defaults": [
+            {"name": key, "value": value, "means": means}
+            for key, (value, means) in settings.defaults.items()
+        ],
+        "environment": dict(launch.environment),
+        "legal": None,
+    }

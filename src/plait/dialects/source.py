@@ -1,0 +1,100 @@
+"""Where a launch comes from: a file, or a command as it would be typed. Read, never run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+
+from plait.spec.findings import UserError, closest, error
+
+#: Bytes of the largest file that is read; those that people launch with have a thousandth.
+LARGEST = 4 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text to be read.
+
+    Attributes:
+        text: the whole of it.
+        name: how messages call it: the file's name, or "command".
+        path: the file; None for a command.
+    """
+
+    text: str
+    name: str
+    path: Path | None = None
+
+    @property
+    def suffix(self) -> str:
+        """Of the file's name, in lower case, with its dot; "" for a command."""
+        return self.path.suffix.lower() if self.path else ""
+
+    def beside(self, relative: str) -> "Source":
+        """A file that this one names, by its path from the folder of this one.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        base = self.path.parent if self.path else Path()
+        return read_file(base / relative)
+
+
+def source_of(words: list[str]) -> Source:
+    """The launch that the arguments of a command name: a file, or the command itself, in one
+    word ("vllm serve ...") or in many.
+
+    Raises:
+        UserError: a file that is not there, or cannot be read.
+    """
+    if len(words) != 1 or (" " in words[0].strip() and not Path(words[0]).exists()):
+        return Source(" ".join(words), "command")
+    return read_file(Path(words[0]).expanduser())
+
+
+def read_file(path: Path) -> Source:
+    """A text file of bearable size.
+
+    Raises:
+        UserError: one line that says why it cannot be read.
+    """
+    where = str(path)
+    problem, hint = None, None
+    try:
+        about = path.stat()
+        if S_ISDIR(about.st_mode):
+            problem = "a folder, not a file"
+        elif not S_ISREG(about.st_mode):
+            problem = "not a regular file"
+        elif about.st_size > LARGEST:
+            problem = f"{about.st_size} bytes are more than a launch file has ({LARGEST})"
+        else:
+            return Source(_decoded(path.read_bytes()), path.name, path)
+    except (FileNotFoundError, NotADirectoryError):
+        problem, hint = "no such file", _neighbour(path)
+    except OSError as failure:
+        problem = f"cannot be read: {failure.strerror}"
+    except ValueError as failure:  # not text; or a name with a NUL in it
+        problem = str(failure)
+    raise UserError([error(where, where, problem, hint, "unreadable-file")])
+
+
+def _decoded(content: bytes) -> str:
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError("not a text file in UTF-8, but UTF-16")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as failure:
+        raise ValueError(f"not a text file in UTF-8 (byte {failure.start})") from None
+    if "\0" in text:
+        raise ValueError("not a text file: it holds NUL bytes")
+    return text.replace("\r\n", "\n")
+
+
+def _neighbour(path: Path) -> str | None:
+    """The file beside a missing one that is named most like it."""
+    try:
+        names = [p.name for p in path.parent.iterdir() if p.is_file()]
+    except (OSError, ValueError):
+        return None
+    match = closest(path.name, names)
+    return str(path.parent / match) if match else None
