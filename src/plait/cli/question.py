@@ -2,6 +2,7 @@
 or in the words of another system."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,17 +139,12 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
 def _told(overrides: Mapping[str, Any]) -> Told:
     """What the flags say that a dialect may need; what is wrong with them is said elsewhere."""
     world = model = None
-    try:
-        if "gpus" in overrides:
-            world = presets.cluster(overrides["gpus"]).devices
-        elif str(overrides.get("ranks", "")).isdecimal():
-            world = int(overrides["ranks"])
-    except UserError:
-        pass
-    try:
+    ranks = str(overrides.get("ranks", ""))
+    with suppress(UserError):
+        world = int(ranks) if ranks.isascii() and ranks.isdecimal() and len(ranks) < 8 else None
+        world = presets.cluster(overrides["gpus"]).devices if "gpus" in overrides else world
+    with suppress(UserError):
         model = presets.model(overrides["model"]) if "model" in overrides else None
-    except UserError:
-        pass
     return Told(overrides, world, model)
 
 
