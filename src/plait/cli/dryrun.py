@@ -23,16 +23,14 @@ def run(argv: list[str]) -> int:
     given, question = ask("dryrun", _WORDS, argv, _flags)
     job, found = question.job, question.findings
     rank, wrong = _rank(given.get("rank"), job.layout.world)
-    errors = [f for f in found if f.level == "error"] + wrong
+    errors = [f for f in (*found, *question.own) if f.level == "error"] + wrong
     if errors:  # an illegal layout can be explained, but not run
         raise UserError(errors)
 
     from plait.trace.dryrun import dryrun
 
     answer = dryrun(job, found, full=given["full"], rank=rank, tell=_progress())
-    if question.source:
-        answer["source"] = question.source
-    show(answer, job, given)
+    show(question.completed(answer), job, given)
     return int(not answer["agree"] or answer["fits"] is False)
 
 

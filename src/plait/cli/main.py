@@ -18,6 +18,7 @@ from plait.spec.findings import Finding, UserError, closest, error
 COMMANDS = {
     "train": "train a model, on this machine or under torchrun or SLURM",
     "explain": "what a layout holds, sends and takes, without running it",
+    "convert": "a launch of one system in the words of another",
     "dryrun": "run one rank of a layout without a device, and compare with `explain`",
     "schedule": "a pipeline schedule, simulated and drawn",
     "tables": "the tables of the field, computed for a model",

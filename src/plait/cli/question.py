@@ -3,7 +3,7 @@ or in the words of another system."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from plait.cli.arguments import FLAGS
@@ -13,7 +13,7 @@ from plait.dialects.nearest import nearest_legal, smallest_world
 from plait.dialects.source import source_of
 from plait.rules import check
 from plait.spec import presets
-from plait.spec.findings import Finding, UserError, error
+from plait.spec.findings import LEVELS, Finding, UserError, error
 from plait.spec.job import Job
 from plait.spec.jobfile import Draft, draft
 
@@ -24,8 +24,9 @@ class Question:
 
     Attributes:
         job: a stand-in where its degrees do not go together (see `spec.jobfile.Draft`).
-        findings: of the rules and of the dialect.
+        findings: of plait's rules.
         draft: how far the job could be read.
+        own: findings of the dialect: what its target would do.
         source: REPORT's `source`, of a launch that another system understands.
         launch: what the dialect made of it.
     """
@@ -33,21 +34,30 @@ class Question:
     job: Job
     findings: list[Finding]
     draft: Draft
+    own: list[Finding] = field(default_factory=list)
     source: dict[str, Any] | None = None
     launch: Launch | None = field(default=None, repr=False)
 
     @property
     def illegal(self) -> bool:
-        return any(f.level == "error" for f in self.findings)
+        return any(f.level == "error" for f in (*self.own, *self.findings))
 
     def report(self) -> dict[str, Any]:
-        """The REPORT."""
+        """The REPORT. What only the target refuses is computed all the same, but fits nowhere."""
         from plait.report.build import report
 
         world = None if self.draft.degrees else self.draft.world
         serving = self.launch.serving if self.launch else None
-        answer = report(self.job, self.findings, world, serving)
-        return answer | ({"source": self.source} if self.source else {})
+        return self.completed(report(self.job, self.findings, world, serving))
+
+    def completed(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """A REPORT of the job, with what the dialect has to say."""
+        if self.source is None:
+            return answer
+        found = [asdict(f) for f in self.own] + answer["findings"]
+        found.sort(key=lambda f: LEVELS.index(f["level"]))
+        fits = False if self.illegal else answer["fits"]
+        return answer | {"findings": found, "fits": fits, "source": self.source}
 
 
 def asked(
@@ -120,16 +130,15 @@ def launched(
         fields["ranks"], assumed = smallest_world(fields)
         notes.append(assumed)
     question = _question(draft("plan", None, fields), wrong)
-    own = [*launch.findings, *language.check(launch, question.job)]
-    found = [*own, *question.findings, *notes, *_strangers(launch, name)]
-    order = ("error", "warning", "note")
-    found.sort(key=lambda f: order.index(f.level))
+    own = [*launch.findings, *language.check(launch, question.job), *notes]
+    own += _strangers(launch, name)
     about = _about(name, language.VERSION, launch, source.name)
-    if any(f.level == "error" for f in found):
-        legal = nearest_legal(fields, [f for f in own if f.level == "error"])
+    refusals = [f for f in own if f.level == "error"]
+    if refusals or question.illegal:
+        legal = nearest_legal(fields, refusals)
         written = language.write(legal) if legal else None
         about["legal"] = written.files if written else None
-    return Question(question.job, found, question.draft, about, launch)
+    return replace(question, own=own, source=about, launch=launch)
 
 
 def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Where a launch comes from: a file, or a command as it would be typed. Read, never run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
@@ -18,11 +19,14 @@ class Source:
         text: the whole of it.
         name: how messages call it: the file's name, or "command".
         path: the file; None for a command.
+        siblings: name -> text of files beside it that are not on disk: those written together
+            with it.
     """
 
     text: str
     name: str
     path: Path | None = None
+    siblings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def suffix(self) -> str:
@@ -35,6 +39,9 @@ class Source:
         Raises:
             UserError: it cannot be read.
         """
+        if relative in self.siblings:
+            text, path = self.siblings[relative], Path(relative)
+            return Source(text, path.name, path, self.siblings)
         base = self.path.parent if self.path else Path()
         return read_file(base / relative)
 

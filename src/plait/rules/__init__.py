@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from plait.rules import context, experts, legality, links, memory, pipeline, pitfalls, repeats
 from plait.rules.neighbour import ERRORS, resolved
-from plait.spec.findings import Finding, UserError
+from plait.spec.findings import LEVELS, Finding, UserError
 from plait.spec.job import Job
 from plait.spec.layout import Layout
 
@@ -23,8 +23,7 @@ def check(job: Job, purpose: str = "train") -> list[Finding]:
         # What takes a ledger to say is asked of jobs that have one.
         job, ledger_rules = resolved(job), links.RULES + memory.RULES + repeats.RULES
         found += [finding for rule in ledger_rules for finding in rule(job)]
-    order = ("error", "warning", "note")
-    return sorted(found, key=lambda f: order.index(f.level))
+    return sorted(found, key=lambda f: LEVELS.index(f.level))
 
 
 def _sound(layout: Layout) -> bool:

@@ -11,6 +11,8 @@ from math import isfinite
 from typing import Any, Literal
 
 Level = Literal["error", "warning", "note"]
+#: The worst first.
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)

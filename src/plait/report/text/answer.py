@@ -38,9 +38,13 @@ def findings(console: "Console", found: list[dict[str, Any]]) -> None:
 def verdict(console: "Console", report: dict[str, Any]) -> None:
     memory = report["memory"]
     console.print()
-    if any(finding["level"] == "error" for finding in report["findings"]):
+    if not memory["by_stage"]:
         console.print("[bold red]Illegal.[/] What is wrong is said above.")
         return
+    if any(finding["level"] == "error" for finding in report["findings"]):
+        target = report["source"]["dialect"]
+        said = f"[bold red]{target} would not run this[/] (see above). If it did:"
+        console.print(said)
     fullest = max(memory["by_stage"], key=lambda row: row["total"])
     most = max(MEMORY_CLASSES, key=lambda name: fullest[name])
     share = fullest[most] / fullest["total"]

@@ -8,6 +8,7 @@ from plait.report.text.memory import memory
 from plait.report.text.pipeline import pipeline
 from plait.report.text.question import question
 from plait.report.text.ranks import ranks
+from plait.report.text.source import legal, source
 from plait.report.text.traffic import traffic
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def render(
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
         question(console, report)
+        if "source" in report:
+            source(console, report["source"])
         ranks(console, report)
         if report["bubble"]["step_total"] is not None and report["layout"]["pp"] > 1:
             pipeline(console, report, timeline)
@@ -40,4 +43,6 @@ def render(
             measured(console, report)
         findings(console, report["findings"])
         verdict(console, report)
+        if report.get("source", {}).get("legal"):
+            legal(console, report["source"])
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
