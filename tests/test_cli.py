@@ -10,6 +10,7 @@ import pytest
 
 from plait.cli import arguments
 from plait.cli.main import COMMANDS, main
+from plait.dialects import DIALECTS
 from plait.spec.jobfile import SHORT, job_paths
 from plait.spec.schedule import SCHEDULES
 
@@ -43,7 +44,7 @@ def library(monkeypatch):
         calls.job, calls.as_json = job, as_json
         return calls.train
 
-    def report(job, findings):
+    def report(job, findings, world, serving):
         calls.job, calls.findings = job, findings
         return calls.report
 
@@ -72,7 +73,7 @@ def test_help(plait):
         assert err == ""
 
 
-@pytest.mark.parametrize("command", ["train", "explain", "dryrun", "schedule", "presets"])
+@pytest.mark.parametrize("command", ["train", "explain", "convert", "dryrun", "schedule", "presets"])
 def test_help_of_a_command(plait, command):
     code, out, _ = plait(command, "--help")
     assert code == 0
@@ -310,12 +311,7 @@ def test_world_size_under_torchrun(plait, library, monkeypatch):
         (("--pp", "4", "--vpp", "4", "--schedule", "zbx"), {"layout.schedule"}),
         (("--pp", "2", "--schedule", "interleaved-1f1b:x"), {"layout.schedule"}),
         (("--pp", "2", "--schedule", "interleaved-1f1b:" + "9" * 5000), {"layout.schedule"}),
-        (("--pp", "2", "--stages", "4,4,4"), {"layout.stages"}),
-        (("--pp", "4", "--stages", "1,1"), {"layout.stages"}),
         (("--pp", "2", "--stages", "2,,2"), {"layout.stages"}),
-        (("--pp", "2", "--vpp", "2", "--stages", "2,2"), {"layout.stages"}),
-        (("--pp", "2", "--schedule", "zbv", "--vpp", "1"), {"layout.vpp"}),
-        (("--pp", "2", "--schedule", "zbv", "--stages", "2,2"), {"layout.stages"}),
         (("--pp", "2", "--schedule", "nowhere.csv"), {"layout.schedule"}),
         (("--pp", "99999999999"), {"layout.pp"}),
         (("--json=1",), {"--json"}),
@@ -329,6 +325,33 @@ def test_what_is_wrong_with_a_pipeline_is_said_and_nothing_else(plait, command, 
     assert code == 2
     found = {problem["where"] for problem in json.loads(out)["errors"]}
     assert found == wheres
+
+
+@pytest.mark.parametrize(
+    ("argv", "where"),
+    [
+        (("--pp", "2", "--stages", "4,4,4"), "layout.stages"),
+        (("--pp", "4", "--stages", "1,1"), "layout.stages"),
+        (("--pp", "2", "--vpp", "2", "--stages", "2,2"), "layout.stages"),
+        (("--pp", "2", "--schedule", "zbv", "--vpp", "1"), "layout.vpp"),
+        (("--pp", "2", "--schedule", "zbv", "--stages", "2,2"), "layout.stages"),
+        (("--tp", "3"), "layout.tp"),
+        (("--tp", "2", "--global-batch", "3"), "train.global_batch"),
+    ],
+)
+def test_a_layout_that_is_illegal_is_described_and_not_run(plait, argv, where):
+    code, out, err = plait("explain", "tiny", "--ranks", "4", *argv, "--json")
+    report = json.loads(out)
+    errors = {f["where"] for f in report["findings"] if f["level"] == "error"}
+    assert (code, err, report["fits"], report["memory"]["peak_bytes"]) == (1, "", False, None)
+    assert where in errors
+    assert report["world"] == 4
+    assert plait("explain", "tiny", "--ranks", "4", *argv)[0] == 1
+    for command in ("train", "dryrun"):
+        argv = ("tiny", *argv) if command == "dryrun" else argv
+        code, out, _ = plait(command, "--ranks", "4", *argv, "--json")
+        assert code == 2
+        assert where in {problem["where"] for problem in json.loads(out)["errors"]}
 
 
 # explain and dryrun
@@ -395,7 +418,8 @@ def test_presets(plait):
     assert schedules.keys() == SCHEDULES.keys()
     assert schedules["zbv"]["vpp"] == [2, 2]
     assert "v-schedule" in schedules["zbv"]["aliases"]
-    assert answer["dialects"] == []
+    assert [d["name"] for d in answer["dialects"]] == list(DIALECTS)
+    assert all(d["version"] for d in answer["dialects"])
     text = plait("presets")[1]
     assert all(name in text for name in (*models, *schedules))
 
