@@ -9,6 +9,7 @@ from plait.report.html.memory import memory
 from plait.report.html.pipeline import pipeline
 from plait.report.html.question import question
 from plait.report.html.ranks import ranks
+from plait.report.html.source import source
 from plait.report.html.traffic import traffic
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def page(report: dict[str, Any], timeline: "Timeline | None" = None) -> str:
         verdict(report),
         findings(report["findings"]),
         question(report),
+        source(report["source"]) if "source" in report else None,
         ranks(report) if world > 1 else None,
         memory(report) if legal else None,
         traffic(report) if legal else None,
