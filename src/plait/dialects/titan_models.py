@@ -1,0 +1,119 @@
+"""The models that TorchTitan has, by name and flavor; as data in known/titan_models.json."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from plait.dialects.launch import AT_START, Told, refused
+from plait.dialects.settings import Settings
+from plait.spec import presets
+from plait.spec.findings import Finding, UserError, closest
+from plait.spec.model import Model
+
+#: Models that are more than plait describes: what is left out.
+_APART = {
+    "kimi_k2_7": "the encoder of images",
+    "muse_glimmer": "the gates of its attention and the encoder of images",
+}
+
+
+@cache
+def flavors() -> dict[str, dict[str, dict[str, Any]]]:
+    """Model -> flavor -> dotted path -> value of a job file; "model" names a preset."""
+    text = files("plait.dialects").joinpath("known/titan_models.json").read_text()
+    return json.loads(text)
+
+
+def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the model that a configuration picks; none where it has to be asked for.
+
+    `facts` gets what the rules need: "model", "flavor", "experts" (whether it has any).
+    """
+    name = settings.take("model.name", str, "llama3", "model")
+    flavor = settings.take("model.flavor", str, "debugmodel", "model")
+    name = str(name).replace("-", "_")
+    facts |= {"model": name, "flavor": flavor, "experts": False}
+    if told.model is not None:
+        facts["experts"] = told.model.moe is not None
+        return {}
+    said = [settings.said[key] for key in ("model.name", "model.flavor") if key in settings]
+    if any(setting.open for setting in said):
+        return {}
+    known = flavors().get(name)
+    if known is None:
+        _unknown(settings, f"no model is called {name!r}", name, flavors())
+        return {}
+    found = known.get(flavor) or known.get(_plain(flavor))
+    if found is None:
+        _unknown(settings, f"{name} has no flavor {flavor!r}", flavor, known)
+        return {}
+    if not found:
+        message = (
+            f"{name} {flavor} is no decoder-only transformer that plait describes: say --model"
+        )
+        settings.findings.append(
+            refused("plait", "torchtitan-model", AT_START, message, f"{name} {flavor}")
+        )
+        return {}
+    facts["experts"] = _has_experts(found)
+    if name in _APART:
+        message = f"TorchTitan: {name} is described without {_APART[name]}"
+        settings.findings.append(Finding("note", "torchtitan-model", message))
+    return dict(found)
+
+
+def _plain(flavor: str) -> str:
+    """A flavor without the words for its attention: sizes do not depend on them."""
+    for tail in ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_irope", "_non_fused_qkv"):
+        flavor = flavor.removesuffix(tail)
+    return flavor
+
+
+def _unknown(settings: Settings, message: str, word: str, known: Any) -> None:
+    near = closest(word, known)
+    hint = f" (nearest: {near})" if near else f"; there are {', '.join(known)}"
+    settings.findings.append(
+        refused("TorchTitan", "torchtitan-flavor", AT_START, message + hint, word)
+    )
+
+
+def _has_experts(fields: dict[str, Any]) -> bool:
+    if "model" in fields:
+        return presets.model(fields["model"]).moe is not None
+    return any(path.startswith("model.moe.") for path in fields)
+
+
+def flavor_of(model: Model) -> tuple[str, str] | None:
+    """The name and flavor under which TorchTitan has a model, whatever it is called."""
+    for name, known in flavors().items():
+        for flavor, found in known.items():
+            if found and _same(model, found):
+                return name, flavor
+    return None
+
+
+def _same(model: Model, fields: dict[str, Any]) -> bool:
+    try:
+        if "model" in fields:
+            return _sizes(presets.model(fields["model"])) == _sizes(model)
+    except UserError:
+        return False
+    return all(
+        _value(model, path.removeprefix("model.")) == value
+        for path, value in fields.items()
+        if path != "model.name"
+    )
+
+
+def _sizes(model: Model) -> Model:
+    """What decides a model but its name and the length that it is meant for."""
+    return replace(model, name="", seq=0)
+
+
+def _value(model: Model, path: str) -> Any:
+    value: Any = model
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value
