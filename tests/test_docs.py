@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import arguments, explain, schedule, tables
+from plait import dialects
+from plait.cli import arguments, convert, explain, schedule, tables
 from plait.cli.main import COMMANDS
+from plait.cli.question import launched
 from plait.spec.findings import UserError
 from plait.spec.job import Checkpoint, Data, Train
 from plait.spec.jobfile import read_job
@@ -85,6 +87,8 @@ def test_commands_are_understood(command):
         return
     if name == "presets":
         parser, flags = arguments.parser(name, "", ""), {}
+    elif name == "convert":
+        parser, flags = convert.asking()
     elif name in ("explain", "dryrun"):
         parser, flags = explain.asking(name, "")
     else:
@@ -92,6 +96,11 @@ def test_commands_are_understood(command):
     given, rest, findings = arguments.parse(words, parser, flags)
     assert findings == []
     files = [w for w in rest if w.endswith(".toml") or w.startswith("runs/")]
+    if "from" in given:
+        dialects.dialect(given["from"])
+        if " " in rest[0]:  # a command, not a file that is an example's
+            launched(given["from"], rest, given, [])
+        return
     if name == "presets" or files:  # an example's file is not there to be read
         return
     model = rest[0] if rest else None

@@ -20,8 +20,6 @@ takes them. The text goes to stdout, notes on what the target cannot say to stde
 files the first, and all of them into a folder with --out. Exit code 1: the layout is illegal, or
 the target refuses it; then the REPORT is printed instead, and nothing is written."""
 
-_OWN = {"--from": "from", "--to": "to", "--out": "out"}
-
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
