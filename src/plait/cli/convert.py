@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,20 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _ask(argv: list[str]) -> tuple[Mapping[str, Any], Question]:
-    usage = (
-        "--from DIALECT --to DIALECT FILE-OR-COMMAND  |  MODEL --gpus GPU:COUNT ... --to DIALECT"
-    )
+def asking() -> tuple[ArgumentParser, Mapping[str, str]]:
+    """The parser and the flags of the command."""
+    usage = "--from DIALECT --to DIALECT FILE-OR-COMMAND"
+    usage += "  |  MODEL --gpus GPU:COUNT ... --to DIALECT"
     parser = job_parser("convert", usage, _WORDS)
     parser.add_argument("--from", metavar="DIALECT", help="in whose words the layout is said")
     parser.add_argument("--to", metavar="DIALECT", help="in whose words it shall be said")
     parser.add_argument("--out", metavar="FOLDER", help="write all files there")
-    given, subjects, findings = parse(argv, parser, FLAGS | _OWN)
+    return parser, FLAGS | {"--from": "from", "--to": "to", "--out": "out"}
+
+
+def _ask(argv: list[str]) -> tuple[Mapping[str, Any], Question]:
+    parser, flags = asking()
+    given, subjects, findings = parse(argv, parser, flags)
     findings = list(findings)
     try:
         if "to" in given:
