@@ -40,12 +40,54 @@ def _dtypes(arguments: Arguments) -> dict[str, Any]:
 
 
 def _steps(arguments: Arguments, batch: int | None) -> dict[str, Any]:
-    return {}
+    """Steps and what the learning rate does over them."""
+    take = arguments.take
+    steps = take("train_iters", int, None, "train.steps", False)
+    samples = take("train_samples", int, None, "train.steps", False)
+    if steps is None and samples and batch and batch > 0:
+        steps = max(1, samples // batch)
+    style = take("lr_decay_style", str, "linear", "train.schedule", False)
+    decay = take("lr_decay_iters", int, None, "train.schedule", False)
+    warmup = take("lr_warmup_iters", int, 0, "train.warmup", False)
+    warm_samples = take("lr_warmup_samples", int, 0, "train.warmup", False)
+    fraction = take("lr_warmup_fraction", float, None, "train.warmup", False)
+    last = take("lr_wsd_decay_iters", int, None, "train.decay", False)
+    if not warmup and warm_samples and batch and batch > 0:
+        warmup = warm_samples // batch
+    if not warmup and fraction and (decay or steps):
+        warmup = int(fraction * (decay or steps))
+    fields = {"train.steps": steps, "train.warmup": warmup}
+    if style in _DECAYS:
+        fields["train.schedule"] = _DECAYS[style]
+    else:
+        message = f"learning rate decays {style}; plait has constant, cosine and WSD"
+        arguments.note("megatron-decay", message, style)
+    return fields | ({"train.decay": last} if style == "WSD" and last else {})
 
 
 def _optimizer(arguments: Arguments) -> dict[str, Any]:
-    return {}
+    take = arguments.take
+    kind = take("optimizer", str, "adam", "optimizer", False)
+    if kind != "adam":
+        arguments.note("megatron-optimizer", f"optimizer {kind}; counted as Adam", kind)
+    return {
+        "train.learning_rate": take("lr", float, None, "train.learning_rate", False),
+        "train.min_learning_rate": take("min_lr", float, None, "train.min_learning_rate", False),
+        "train.weight_decay": take("weight_decay", float, 0.01, "train.weight_decay", False),
+        "train.beta1": take("adam_beta1", float, 0.9, "train.beta1", False),
+        "train.beta2": take("adam_beta2", float, 0.999, "train.beta2", False),
+        "train.eps": take("adam_eps", float, 1e-8, "train.eps", False),
+        "train.clip": take("clip_grad", float, 1.0, "train.clip", False),
+    }
 
 
 def _other_batches(arguments: Arguments) -> None:
-    pass
+    """Batches that grow: the last one is taken."""
+    ramp = arguments.numbers("rampup_batch_size", "train.global_batch while it grows", False)
+    if ramp and len(ramp) == 3:
+        message = f"the batch grows from {ramp[0]} by {ramp[1]} over {ramp[2]} samples; its end "
+        arguments.note("megatron-rampup", f"{message}is what is described", ramp[0])
+    schedule = arguments.take("step_batch_size_schedule", None, None, "train.global_batch", False)
+    if schedule is not None:
+        arguments.note("megatron-batch-schedule", "the batch follows a schedule of steps", schedule)
+    arguments.switch("decrease_batch_size_if_needed", False, "batch that dp does not divide")
