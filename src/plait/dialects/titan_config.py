@@ -112,7 +112,7 @@ def understand(
     layers = _layers(fields, told)
     fields |= _pipeline(settings, fields, facts, layers)
     fields |= _batch(settings, fields, facts, version)
-    fields |= _recompute(settings)
+    fields |= _recompute(settings, facts)
     fields |= _dtypes(settings)
     fields |= _training(settings, fields)
     return fields, facts
@@ -174,7 +174,7 @@ def _sharding(
         others = fields["layout.tp"] * cp * pp * fields["layout.dp_replicate"]
         size = world or smallest_world({**fields, "layout.zero": sharded})[0]
         degree = max(1, size // others) if others > 0 else 1
-    if degree * cp > 1 or fields["layout.dp_replicate"] == 1:
+    if degree * cp > 1:
         return said | {"layout.zero": sharded}
     return {"layout.dp_shard": 1, "layout.zero": 0}
 
@@ -319,12 +319,13 @@ def _samples(
     return part, max(1, local // part), said, seq
 
 
-def _recompute(settings: Settings) -> dict[str, Any]:
+def _recompute(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     take = settings.take
     mode = take("activation_checkpoint.mode", str, "selective", "layout.recompute")
     every = str(take("activation_checkpoint.selective_ac_option", str, "op", "layout.recompute"))
     budget = take("activation_checkpoint.memory_budget", float, 0.5, "layout.recompute")
-    if mode == "full" or mode == "none":
+    facts["ac_mode"] = mode
+    if mode in ("full", "none"):
         return {"layout.recompute": mode}
     if mode == "memory_budget":
         near = "none" if budget >= 1 else "full" if budget <= 0 else "selective"
@@ -367,6 +368,8 @@ def _training(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
     found["train.min_learning_rate"] = rate * low
     # A decay over the whole run by a cosine is plait's; one at the end is its "wsd".
     found["train.schedule"] = "cosine" if shape == "cosine" and ratio is None else "wsd"
+    if low == 1:
+        found["train.schedule"] = "constant"
     rest = max(1, steps - found["train.warmup"])
     found["train.decay"] = rest if ratio is None else max(1, min(rest, round(steps * ratio)))
     return found
