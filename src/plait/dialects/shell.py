@@ -2,13 +2,38 @@
 
 Nothing is executed. Variables that the script sets are put in; what depends on anything outside
 of it (arguments, the environment, the output of commands) stays as it is written, and the words
-that hold it say so.
+that hold it say so. A script is read as if it were started with no arguments and in a bare
+environment: so a default that it gives itself holds.
 """
 
+import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
+from plait.dialects import shell_syntax as syntax
+from plait.dialects.arithmetic import Unknown
 from plait.dialects.flags import Word
+from plait.dialects.shell_conditions import UNKNOWN, Truth, decide, settled
+from plait.dialects.shell_tools import printed
+from plait.dialects.shell_words import (
+    Budget,
+    Expansion,
+    Piece,
+    Scope,
+    Value,
+    is_open,
+    text_of,
+    word_of,
+)
+from plait.dialects.slurm import directives, variables
 from plait.dialects.source import Source
+from plait.spec.findings import UserError
+
+#: Scripts and functions within each other, and files that a script may bring in.
+_DEEPEST, _FILES = 24, 40
+_SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
+_DECLARE = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_SET = re.compile(r"([A-Za-z_]\w*)=")
 
 
 @dataclass(frozen=True)
@@ -18,10 +43,15 @@ class Command:
     Attributes:
         words: the program and its arguments, quotes removed, variables put in.
         environment: variables that are exported when it runs, and those written before it.
+        sure: False where it stands under a condition that cannot be decided and is taken to be
+            false, or in a function that is never called.
+        under: the commands whose shell runs it, the outermost first (`srun ... bash -c "..."`).
     """
 
     words: tuple[Word, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    sure: bool = True
+    under: tuple["Command", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,20 +60,624 @@ class Script:
 
     Attributes:
         commands: in order; of a condition that cannot be decided, the branches that would be
-            taken if it were false.
+            taken if it were false. Those of the other branches come last, not `sure`.
         variables: name -> value at the end, as far as they are known.
-        files: name -> text of what it writes by a here-document.
+        files: name -> text of what it writes by a here-document, echo, or a template.
+        directives: of `#SBATCH` lines, by their long names ("nodes", "ntasks-per-node", "gres").
     """
 
     commands: tuple[Command, ...]
     variables: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    directives: dict[str, str] = field(default_factory=dict)
 
 
 def read(source: Source) -> Script:
     """A script, or a command as it would be typed.
 
     Raises:
-        UserError: quotes or brackets that are not closed: one line.
+        UserError: quotes or brackets that are not closed, or a script that grows without end:
+            one line.
     """
-    raise NotImplementedError
+    asked = directives(source.text)
+    scope = Scope({name: (Piece(text),) for name, text in variables(asked).items()})
+    scope.exported = set(scope.values)
+    reader = _Shell(source, scope, _Shared(Budget(source), asked))
+    try:
+        reader.run(syntax.parse(source))
+        reader.leftovers()
+    except RecursionError:
+        raise reader.shared.budget.error("nested too deeply") from None
+    shared = reader.shared
+    known = {
+        name: text_of(value)
+        for name, value in scope.values.items()
+        if not isinstance(value, dict) and not is_open(value)
+    }
+    files = {name: text_of(value) for name, value in shared.files.items()}
+    commands = (*shared.commands, *shared.unsure)
+    return Script(commands, known, files, asked)
+
+
+@dataclass
+class _Shared:
+    """What all shells of a script write to."""
+
+    budget: Budget
+    directives: dict[str, str]
+    commands: list[Command] = field(default_factory=list)
+    unsure: list[Command] = field(default_factory=list)
+    files: dict[str, Value] = field(default_factory=dict)
+    opened: int = 0
+    depth: int = 0
+
+
+class _Stop(Exception):
+    """`exit`."""
+
+
+class _Return(Exception):
+    """`return`."""
+
+
+class _Shell:
+    """Reads commands as a shell would run them.
+
+    Attributes:
+        doubt: above 0 under a condition that cannot be decided: commands are not sure there.
+        assumed: above 0 under one that holds if nothing comes from outside: `exit` is no end.
+    """
+
+    def __init__(
+        self, source: Source, scope: Scope, shared: _Shared, under: tuple[Command, ...] = ()
+    ):
+        self.source, self.scope, self.shared, self.under = source, scope, shared, under
+        self.words = Expansion(scope, source, shared.budget, self.output)
+        self.functions: dict[str, syntax.Block] = {}
+        self.called: set[str] = set()
+        self.doubt = self.assumed = self.silent = 0
+
+    def run(self, block: syntax.Block) -> Truth:
+        """Reads commands one after the other, up to an `exit`."""
+        self.shared.depth += 1
+        if self.shared.depth > _DEEPEST:
+            raise self.shared.budget.error(f"more than {_DEEPEST} scripts within each other")
+        try:
+            return self.block(block)
+        except (_Stop, _Return):
+            return Truth(True)
+        finally:
+            self.shared.depth -= 1
+
+    def leftovers(self) -> None:
+        """Functions that nobody calls, as they stand."""
+        for name, body in list(self.functions.items()):
+            if name not in self.called:
+                self.aside(body)
+
+    def block(self, block: syntax.Block) -> Truth:
+        truth = Truth(True)
+        for node in block:
+            truth = self.node(node)
+        return truth
+
+    def aside(self, block: syntax.Block) -> None:
+        """A branch that is not taken as far as anyone knows: its commands are noted as not sure,
+        and what it sets is forgotten."""
+        kept, arguments = self.scope.values, self.scope.arguments
+        self.scope.values = dict(kept)
+        self.doubt += 1
+        try:
+            self.block(block)
+        except (_Stop, _Return):
+            pass
+        finally:
+            self.doubt -= 1
+            self.scope.values, self.scope.arguments = kept, arguments
+
+    def node(self, node: syntax.Node) -> Truth:
+        self.shared.budget.spend()
+        match node:
+            case syntax.Simple():
+                return self.simple(node)
+            case syntax.Pipe():
+                return self.pipe(node)
+            case syntax.Chain():
+                return self.chain(node)
+            case syntax.Branches():
+                return self.branches(node)
+            case syntax.Case():
+                return self.case(node)
+            case syntax.Loop():
+                return self.loop(node)
+            case syntax.Function():
+                self.functions[node.name] = node.body
+                return Truth(True)
+            case syntax.Group():
+                return self.group(node)
+            case syntax.Arithmetic():
+                return self.arithmetic(node.text)
+
+    # Conditions.
+
+    def arithmetic(self, text: str) -> Truth:
+        assumed = "$#" in text and self.scope.arguments is None
+        try:
+            return Truth(self.words.number(text) != 0, assumed)
+        except Unknown:
+            return UNKNOWN
+
+    def under_condition(self, truth: Truth, block: syntax.Block) -> Truth:
+        self.assumed += truth.assumed
+        try:
+            return self.block(block)
+        finally:
+            self.assumed -= truth.assumed
+
+    def branches(self, node: syntax.Branches) -> Truth:
+        doubtful: list[syntax.Block] = []
+        result = Truth(True)
+        for position, (condition, body) in enumerate(node.branches):
+            truth = Truth(True) if condition is None else self.block(condition)
+            if truth.value:
+                if condition is None and doubtful:
+                    truth = Truth(True, True)
+                result = self.under_condition(truth, body)
+                if truth.assumed:
+                    doubtful += [body for _, body in node.branches[position + 1 :]]
+                break
+            if truth.value is None or truth.assumed:
+                doubtful.append(body)
+        for body in doubtful:
+            self.aside(body)
+        return result
+
+    def case(self, node: syntax.Case) -> Truth:
+        text, assumed = settled(self.words.value(node.word))
+        doubtful: list[syntax.Block] = []
+        result = Truth(True)
+        for position, (patterns, body) in enumerate(node.branches):
+            fits = False
+            for pattern in patterns:
+                wanted = text_of(self.words.value(pattern))
+                if text is not None and wanted.count("*") < 4:
+                    fits = fits or fnmatchcase(text, wanted)
+            if fits:
+                result = self.under_condition(Truth(True, assumed), body)
+                if assumed:
+                    doubtful += [body for _, body in node.branches[position + 1 :]]
+                break
+            if text is None or assumed:
+                doubtful.append(body)
+        for body in doubtful:
+            self.aside(body)
+        return result
+
+    def chain(self, node: syntax.Chain) -> Truth:
+        truth = Truth(True)
+        assumed = 0
+        for sign, link in node.links:
+            if sign == "":
+                truth = self.node(link)
+                continue
+            wanted = sign == "&&"
+            if truth.value is None or truth.value == wanted:
+                if truth.value is None:
+                    if wanted:
+                        self.aside((link,))
+                    continue
+                self.assumed += truth.assumed
+                assumed += truth.assumed
+                truth = self.node(link)
+            elif truth.assumed:
+                self.aside((link,))
+        self.assumed -= assumed
+        return truth
+
+    def loop(self, node: syntax.Loop) -> Truth:
+        if node.condition is not None:
+            truth = self.block(node.condition)
+            if truth.value is False:
+                self.aside(node.body)
+                return Truth(True)
+            return self.once(node.body)
+        if node.words is None:
+            return self.once(node.body, node.name)
+        values = [value for word in node.words for value in self.words.fields(word)]
+        if not node.words:
+            values = list(self.scope.arguments or [])
+        if not values:
+            self.aside(node.body)
+            return Truth(True)
+        if len(values) == 1:
+            self.scope.values[node.name] = values[0]
+            return self.block(node.body)
+        return self.once(node.body, node.name)
+
+    def once(self, body: syntax.Block, name: str = "") -> Truth:
+        """A body that may run any number of times: what it counts up is not known."""
+        if name:
+            self.scope.values[name] = (Piece(f"${name}", "", (f"${name}",)),)
+        before = dict(self.scope.values)
+        self.assumed += 1
+        truth = self.block(body)
+        if self.silent < 2:
+            first = dict(self.scope.values)
+            self.silent += 1
+            self.block(body)
+            self.silent -= 1
+            for key, value in self.scope.values.items():
+                held = first.get(key)
+                if held != value and key in before and not isinstance(value, dict):
+                    counted = not isinstance(held, dict) and held and not is_open(held)
+                    unknown = (Piece(f"${key}", "", (f"${key}",)),)
+                    self.scope.values[key] = unknown if counted else held or value
+        self.assumed -= 1
+        return truth
+
+    def group(self, node: syntax.Group) -> Truth:
+        if not node.subshell:
+            return self.block(node.body)
+        kept = self.scope.values
+        self.scope.values = dict(kept)
+        try:
+            return self.block(node.body)
+        except _Stop:
+            return Truth(True)
+        finally:
+            self.scope.values = kept
+
+    # Commands.
+
+    def pipe(self, node: syntax.Pipe) -> Truth:
+        text: Value | None = None
+        truth = Truth(True)
+        for command in node.commands:
+            if isinstance(command, syntax.Simple):
+                text, truth = self.piped(command, text)
+            else:
+                text, truth = None, self.node(command)
+        return ~truth if node.turned else truth
+
+    def piped(self, command: syntax.Simple, given: Value | None) -> tuple[Value | None, Truth]:
+        """A command in a pipe: what it prints, as far as anyone can know."""
+        words = self.all_words(command)
+        truth = self.simple(command, given)
+        return (self.prints(command, words, given) if words else None), truth
+
+    def all_words(self, command: syntax.Simple) -> list[Value]:
+        return [value for phrase in command.words for value in self.words.fields(phrase)]
+
+    def prints(
+        self, command: syntax.Simple, words: list[Value], given: Value | None
+    ) -> Value | None:
+        for redirection in command.redirections:
+            if redirection.sign.startswith("<<<"):
+                given = self.words.value(redirection.target)
+            elif redirection.sign.startswith("<<"):
+                given = self.words.value(tuple(redirection.body))
+            elif redirection.sign == "<":
+                given = self.file(self.words.value(redirection.target))
+        return printed(words, given, self.file)
+
+    def simple(self, node: syntax.Simple, given: Value | None = None) -> Truth:
+        words = self.all_words(node)
+        if not words:
+            for assignment in node.assignments:
+                self.assign(assignment)
+            return Truth(True)
+        self.write_files(node, words, given)
+        name = text_of(words[0]).removeprefix("\\")
+        if name in _DECLARE:
+            return self.declare(name, node, words)
+        if name in self.functions and not is_open(words[0]):
+            return self.call(name, words[1:])
+        truth = self.builtin(name, words, node)
+        if truth is not None:
+            return truth
+        before = {a.name: self.words.value(a.value) for a in node.assignments
+                  if not isinstance(a.value, list)}  # fmt: skip
+        self.record(words, before)
+        return Truth(True)
+
+    def write_files(self, node: syntax.Simple, words: list[Value], given: Value | None) -> None:
+        """What echo, cat, sed and tee leave in files."""
+        targets = [(r.sign, self.words.value(r.target)) for r in node.redirections
+                   if r.sign in (">", ">>", "1>", ">|", "1>>")]  # fmt: skip
+        name = text_of(words[0]).rpartition("/")[2]
+        if name == "tee":
+            flags = [text_of(w) for w in words[1:]]
+            targets += [(">>" if "-a" in flags else ">", w) for w in words[1:]
+                        if not text_of(w).startswith("-")]  # fmt: skip
+        if name == "sed" and any(text_of(w).startswith("-i") for w in words):
+            targets = [(">", words[-1])]
+        if not targets or self.doubt or self.silent:
+            return
+        text = self.prints(node, words, given)
+        if text is None:
+            return
+        if name == "echo":
+            text = (*text, Piece("\n"))
+        for sign, target in targets:
+            path = text_of(target)
+            if len(self.shared.files) < _FILES and path and not path.startswith("/dev/"):
+                held = self.shared.files.get(path, ()) if sign.endswith(">>") else ()
+                self.shared.files[path] = self.shared.budget.check((*held, *text))
+
+    def record(self, words: list[Value], before: dict[str, Value]) -> None:
+        if self.silent:
+            return
+        exported = {
+            name: value
+            for name in self.scope.exported
+            if (value := self.scope.get(name)) is not None
+        } | before
+        self.shared.budget.spend(sum(len(p.text) for v in exported.values() for p in v))
+        environment = {name: text_of(value) for name, value in exported.items()}
+        command = Command(
+            tuple(word_of(value) for value in words), environment, not self.doubt, self.under
+        )
+        (self.shared.unsure if self.doubt else self.shared.commands).append(command)
+        self.inner(command, words, exported)
+
+    def inner(self, command: Command, words: list[Value], exported: dict[str, Value]) -> None:
+        """What a shell that a command starts would run: `bash -c "..."`, `bash file.sh`."""
+        for position, word in enumerate(words):
+            name = text_of(word).rpartition("/")[2]
+            if name not in _SHELLS and not (position == 0 and name in ("sbatch", "srun")):
+                continue
+            rest = words[position + 1 :]
+            flags = 0
+            while flags < len(rest) and text_of(rest[flags]).startswith(("-", "+")):
+                flags += 1
+            scope = Scope(dict(exported), set(exported))
+            for value in _passed(words[:position]):
+                scope.values[text_of(value).partition("=")[0]] = _after_equals(value)
+            letters = "".join(text_of(value) for value in rest[:flags] if _short(value))
+            if name in _SHELLS and "c" in letters and flags < len(rest):
+                scope.arguments = [*rest[flags + 2 :]]
+                self.text(rest[flags], scope, (*self.under, command))
+                return
+            scripts = [n for n, value in enumerate(rest) if text_of(value).endswith(".sh")]
+            if scripts and (name not in _SHELLS or scripts[0] == flags):
+                scope.arguments = rest[scripts[0] + 1 :]
+                self.script(rest[scripts[0]], scope, (*self.under, command))
+                return
+
+    def text(self, value: Value, scope: Scope, under: tuple[Command, ...]) -> None:
+        """Commands that stand in a value. What is not known in it is read as it was written."""
+        where = next((piece.where for piece in value if piece.where), "")
+        line = where.rpartition(":")[2]
+        source = Source(text_of(value), self.source.name, self.source.path)
+        self.nested(source, scope, under, int(line) if line.isdecimal() else 1)
+
+    def nested(
+        self, source: Source, scope: Scope, under: tuple[Command, ...], line: int = 1
+    ) -> None:
+        reader = _Shell(source, scope, self.shared, under)
+        if scope is self.scope:
+            reader.functions = self.functions
+        reader.doubt, reader.assumed, reader.silent = self.doubt, self.assumed, self.silent
+        reader.run(syntax.parse(source, line))
+        self.called |= reader.called
+
+    def script(self, value: Value, scope: Scope, under: tuple[Command, ...]) -> bool:
+        """Another script, where it lies beside this one."""
+        source = self.beside(value)
+        if source is None:
+            return False
+        self.shared.directives |= directives(source.text)
+        asked = variables(self.shared.directives)
+        scope.values |= {name: (Piece(text),) for name, text in asked.items()}
+        scope.exported |= set(asked)
+        self.nested(source, scope, under)
+        return True
+
+    def beside(self, value: Value) -> Source | None:
+        """A file that a word names: from the folder of the script, whatever that is called."""
+        path = text_of(tuple(piece for piece in value if not piece.open)).lstrip("/")
+        up = sum(len(re.findall(r"/\.\.(?=[/\"')\s`]|$)", p.text)) for p in value if p.open)
+        absolute = bool(value) and not value[0].open and value[0].text.startswith("/")
+        if not path or absolute or self.shared.opened >= _FILES:
+            return None
+        self.shared.opened += 1
+        for tried in dict.fromkeys(("../" * up + path, path)):
+            try:
+                return self.source.beside(tried)
+            except UserError:
+                continue
+        return None
+
+    def file(self, value: Value) -> Value | None:
+        name = text_of(value)
+        if name in self.shared.files:
+            return self.shared.files[name]
+        source = self.beside(value)
+        return None if source is None else self.shared.budget.check((Piece(source.text),))
+
+    def output(self, part: syntax.Output) -> Value | None:
+        """What `$( ... )` becomes, where that can be known."""
+        if len(part.text) > 1 << 16:
+            return None
+        try:
+            block = syntax.parse(Source(part.text, self.source.name, self.source.path), 1)
+        except UserError:
+            return None
+        if len(block) != 1:
+            return None
+        commands = block[0].commands if isinstance(block[0], syntax.Pipe) else (block[0],)
+        text: Value | None = None
+        for command in commands:
+            if not isinstance(command, syntax.Simple) or not command.words:
+                return None
+            words = self.all_words(command)
+            name = text_of(words[0]) if words else ""
+            if name not in ("echo", "printf", "cat", "sed", "basename", "dirname"):
+                return None
+            if any(p.missing for word in words for p in word) and name != "echo":
+                return None
+            text = self.prints(command, words, text)
+        if text is None or not text:
+            return text
+        last = text[-1]
+        trimmed = last if last.open else Piece(last.text.rstrip("\n"), last.where)
+        return (*text[:-1], trimmed)
+
+    # Variables.
+
+    def assign(self, assignment: syntax.Assignment) -> None:
+        name, scope = assignment.name, self.scope
+        held = scope.values.get(name)
+        check = self.shared.budget.check
+        if isinstance(assignment.value, list):
+            items = dict(held) if assignment.more and isinstance(held, dict) else {}
+            if assignment.more and held is not None and not isinstance(held, dict):
+                items = {"0": held}
+            following = len(items)
+            for key, phrase in assignment.value:
+                if key is not None:
+                    items[text_of(self.words.value(key))] = self.words.value(phrase)
+                    continue
+                for value in self.words.fields(phrase):
+                    items[str(following)] = value
+                    following += 1
+            self.shared.budget.spend(len(items))
+            check(tuple(piece for value in items.values() for piece in value))
+            scope.values[name] = items
+            return
+        value = self.words.value(assignment.value)
+        if assignment.index is not None:
+            key = self.words.key(assignment.index, held)
+            items = dict(held) if isinstance(held, dict) else {} if held is None else {"0": held}
+            if key is not None:
+                more = items.get(key, ()) if assignment.more else ()
+                items[key] = check((*more, *value))
+                scope.values[name] = items
+        elif isinstance(held, dict):
+            more = held.get("0", ()) if assignment.more else ()
+            scope.values[name] = held | {"0": check((*more, *value))}
+        elif assignment.more:
+            before = held or ()
+            scope.values[name] = check((*before, *value))
+        else:
+            scope.values[name] = check(value)
+
+    def declare(self, name: str, node: syntax.Simple, words: list[Value]) -> Truth:
+        flags = [text_of(w) for w in words[1:] if text_of(w).startswith("-")]
+        names = [a.name for a in node.declared]
+        for assignment in node.declared:
+            self.assign(assignment)
+        for word in words[1:]:
+            text = text_of(word)
+            if text.startswith("-"):
+                continue
+            if _SET.match(text):
+                names.append(text.partition("=")[0])
+                self.scope.values[names[-1]] = _after_equals(word)
+            elif text.isidentifier():
+                names.append(text)
+                if any("A" in flag or "a" in flag for flag in flags) and name != "export":
+                    self.scope.values.setdefault(text, {})
+        if name == "export" or any("x" in flag for flag in flags):
+            self.scope.exported |= set(names)
+        return Truth(True)
+
+    def call(self, name: str, arguments: list[Value]) -> Truth:
+        self.called.add(name)
+        kept = self.scope.arguments
+        self.shared.depth += 1
+        if self.shared.depth > _DEEPEST:
+            raise self.shared.budget.error(f"{name} calls itself without end")
+        self.scope.arguments = arguments
+        try:
+            return self.block(self.functions[name])
+        except _Return:
+            return Truth(True)
+        finally:
+            self.shared.depth -= 1
+            self.scope.arguments = kept
+
+    def builtin(self, name: str, words: list[Value], node: syntax.Simple) -> Truth | None:
+        """What the shell does itself; None for a program."""
+        rest = words[1:]
+        match name:
+            case "[" | "[[" | "test":
+                inner = rest[:-1] if name != "test" else rest
+                return decide(
+                    inner, name == "[[", self.words.number, self.scope.values.__contains__
+                )
+            case ":" | "true":
+                return Truth(True)
+            case "false":
+                return Truth(False)
+            case "let":
+                for word in rest:
+                    self.arithmetic(text_of(word))
+            case "unset":
+                for word in rest:
+                    self.scope.values.pop(text_of(word), None)
+            case "shift":
+                count = int(text_of(rest[0])) if rest and text_of(rest[0]).isdecimal() else 1
+                if self.scope.arguments is not None:
+                    self.scope.arguments = self.scope.arguments[count:]
+            case "set":
+                texts = [text_of(word) for word in rest]
+                if "--" in texts:
+                    self.scope.arguments = rest[texts.index("--") + 1 :]
+            case "exit":
+                if not self.assumed:
+                    raise _Stop
+            case "return":
+                status = text_of(rest[0]) if rest else "0"
+                if not self.assumed:
+                    raise _Return
+                return Truth(status == "0", True)
+            case "eval":
+                joined = [p for word in rest for p in (*word, Piece(" "))]
+                self.text(tuple(joined), self.scope, self.under)
+            case "source" | ".":
+                if not rest:
+                    return Truth(True)
+                kept = self.scope.arguments
+                self.scope.arguments = rest[1:] or kept
+                self.script(rest[0], self.scope, self.under)
+                self.scope.arguments = kept
+            case "read" | "mapfile" | "readarray":
+                self.reads(rest, node)
+            case "break" | "continue" | "shopt" | "trap" | "ulimit" | "wait":
+                pass
+            case _:
+                return None
+        return Truth(True)
+
+    def reads(self, rest: list[Value], node: syntax.Simple) -> None:
+        document = [r for r in node.redirections if r.sign.startswith("<<")]
+        names = [text_of(w) for w in rest if text_of(w).isidentifier()]
+        for name in names[-1:] if document else names:
+            if document and document[-1].sign == "<<<":
+                value = self.words.value(document[-1].target)
+            elif document:
+                value = self.words.value(tuple(document[-1].body))
+            else:
+                value = (Piece(f"${name}", "", (f"${name}",)),)
+            self.scope.values[name] = value
+
+
+def _after_equals(value: Value) -> Value:
+    """What follows the = in a word."""
+    pieces = list(value)
+    while pieces and "=" not in pieces[0].text:
+        pieces.pop(0)
+    first = pieces[0]
+    rest = Piece(first.text.partition("=")[2], first.where, first.open if first.open else ())
+    return (rest, *pieces[1:])
+
+
+def _passed(words: list[Value]) -> list[Value]:
+    """`A=1` among the words before a shell (`env A=1 bash`, `docker run -e A=1 ... bash`)."""
+    return [w for w in words if _SET.match(text_of(w)) and w and not w[0].open]
+
+
+def _short(value: Value) -> bool:
+    text = text_of(value)
+    return text.startswith("-") and not text.startswith("--")
