@@ -31,6 +31,8 @@ from plait.spec.findings import UserError
 
 #: Scripts and functions within each other, and files that a script may bring in.
 _DEEPEST, _FILES = 24, 40
+#: Rounds of a loop over known values that are gone through one by one.
+_ROUNDS = 64
 _SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
 _DECLARE = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _SET = re.compile(r"([A-Za-z_]\w*)=")
@@ -289,10 +291,13 @@ class _Shell:
         if not values:
             self.aside(node.body)
             return Truth(True)
-        if len(values) == 1:
-            self.scope.values[node.name] = values[0]
-            return self.block(node.body)
-        return self.once(node.body, node.name)
+        if len(values) > _ROUNDS or any(is_open(value) for value in values):
+            return self.once(node.body, node.name)
+        truth = Truth(True)
+        for value in values:
+            self.scope.values[node.name] = value
+            truth = self.block(node.body)
+        return truth
 
     def once(self, body: syntax.Block, name: str = "") -> Truth:
         """A body that may run any number of times: what it counts up is not known."""
@@ -625,7 +630,8 @@ class _Shell:
                 if "--" in texts:
                     self.scope.arguments = rest[texts.index("--") + 1 :]
             case "exit":
-                if not self.assumed:
+                # An error is a guard, mostly of a placeholder that is to be filled in.
+                if not self.assumed and (not rest or text_of(rest[0]) == "0"):
                     raise _Stop
             case "return":
                 status = text_of(rest[0]) if rest else "0"
@@ -653,6 +659,9 @@ class _Shell:
     def reads(self, rest: list[Value], node: syntax.Simple) -> None:
         document = [r for r in node.redirections if r.sign.startswith("<<")]
         names = [text_of(w) for w in rest if text_of(w).isidentifier()]
+        if len(names) > 1 and document and document[-1].sign == "<<<":
+            self.split(names, self.words.value(document[-1].target), node)
+            return
         for name in names[-1:] if document else names:
             if document and document[-1].sign == "<<<":
                 value = self.words.value(document[-1].target)
@@ -661,6 +670,23 @@ class _Shell:
             else:
                 value = (Piece(f"${name}", "", (f"${name}",)),)
             self.scope.values[name] = value
+
+    def split(self, names: list[str], value: Value, node: syntax.Simple) -> None:
+        """`IFS=, read -r A B <<< "$x"`: a part of a value for each name, the rest for the last."""
+        own = {a.name: self.words.value(a.value) for a in node.assignments
+               if not isinstance(a.value, list)}  # fmt: skip
+        held = own.get("IFS", self.scope.values.get("IFS"))
+        between = text_of(held) if held is not None and not isinstance(held, dict) else None
+        text = text_of(value).strip()
+        letters = re.escape(between) if between and between.strip() else r"\s"
+        parts = re.split(f"[{letters}]+" if letters == r"\s" else f"[{letters}]", text)
+        for position, name in enumerate(names):
+            if is_open(value):
+                self.scope.values[name] = (Piece(f"${name}", "", (f"${name}",)),)
+                continue
+            last = position == len(names) - 1
+            mine = parts[position:] if last else parts[position : position + 1]
+            self.scope.values[name] = (Piece((between or " ")[:1].join(mine).strip()),)
 
 
 def _after_equals(value: Value) -> Value:
