@@ -30,7 +30,8 @@ class Collective:
             the ledger counts them: of an all-reduce the tensor, of an all-gather the output, of a
             reduce-scatter the input.
         of: "token" or "request".
-        formula: n tokens, h hidden, g ranks, k experts of a token, H heads, V vocabulary.
+        formula: n tokens, h hidden, g ranks, k experts of a token, H heads of the group, d their
+            size, V vocabulary.
         inter_node: some group leaves the fast links; None without a cluster.
     """
 
@@ -118,7 +119,7 @@ def _dense(model: Model, s: Serving, stream: int) -> Iterator[_Message]:
     layer = "dense layer" if model.moe else "every layer"
     if s.attn_dp > 1 and s.dense_tp > s.attn_tp:
         # Its ranks have different requests: each needs the tokens of all.
-        yield from _round(layer, "MLP", "tp+dp", s.dense_tp, stream)
+        yield from _round(layer, "MLP", "tp+dp", s.dense_tp, s.attn_dp * s.q_cp * stream)
     elif s.dense_tp > 1:
         yield layer, "MLP output", "all-reduce", "tp", s.dense_tp, BOTH, stream, "n h"
 
@@ -126,14 +127,17 @@ def _dense(model: Model, s: Serving, stream: int) -> Iterator[_Message]:
 def _mixture(model: Model, s: Serving, stream: int) -> Iterator[_Message]:
     layer, size = "mixture layer", s.moe_ep * s.moe_tp
     axes = "+".join(axis for axis in ("tp", "cp", "dp") if _size(s, axis) > 1) or "tp"
+    # Of the tokens of a step a rank has its share where they are cut over tp.
+    own = s.attn_tp if s.moe_tokens_cut else 1
     if s.exchange == "dispatch":
-        bytes_ = model.moe.topk * stream
+        bytes_ = model.moe.topk * stream / own
         for where in ("to the experts", "back from the experts"):
             yield layer, where, "all-to-all", axes, size, BOTH, bytes_, "n k h"
     elif s.exchange == "gather":
         whole = s.moe_tokens_cut or s.attn_tp == 1
         group = axes if whole else "dp"
-        yield from _round(layer, "experts", group, size if whole else s.attn_dp, stream)
+        size = size if whole else s.attn_dp
+        yield from _round(layer, "experts", group, size, size * stream / own)
         if not whole:
             yield layer, "experts' output", "all-reduce", "tp", s.attn_tp, BOTH, stream, "n h"
     else:
@@ -143,12 +147,10 @@ def _mixture(model: Model, s: Serving, stream: int) -> Iterator[_Message]:
         yield layer, what, "all-gather", "tp", s.attn_tp, BOTH, stream, "n h"
 
 
-def _round(layer: str, what: str, group: str, size: int, stream: int) -> Iterator[_Message]:
+def _round(layer: str, what: str, group: str, size: int, bytes_: float) -> Iterator[_Message]:
     """Tokens of a group to each of its ranks, and their sums back."""
-    yield layer, f"tokens before {what}", "all-gather", group, size, BOTH, size * stream, "g n h"
-    yield (
-        layer, f"tokens after {what}", "reduce-scatter", group, size, BOTH, size * stream, "g n h",
-    )  # fmt: skip
+    yield layer, f"tokens before {what}", "all-gather", group, size, BOTH, bytes_, "sum of n h"
+    yield layer, f"tokens after {what}", "reduce-scatter", group, size, BOTH, bytes_, "sum of n h"
 
 
 def _size(s: Serving, axis: str) -> int:

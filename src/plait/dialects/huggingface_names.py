@@ -52,10 +52,11 @@ def named(repository: str) -> Named | None:
     stored = next((table["words"][w] for w in words if w in table["words"]), None)
     if stored == "fp8" and repository.lower().startswith(tuple(table["fp8_in_blocks"])):
         stored = "fp8-block"
+    exact = [w for w in words if w not in _TUNED]
     bare = [w for w in words if w not in table["words"]]
     plain = [w for w in bare if w not in _TUNED]
     dateless = [w for w in plain if not _DATE.fullmatch(w) and w != "thinking"]
-    whole = next((n for n in map("".join, (bare, plain, dateless)) if n in _models()), None)
+    whole = next((n for n in map("".join, (exact, bare, plain, dateless)) if n in _models()), None)
     if whole is not None:
         return _entry(whole, stored, True)
     if _DRAFTS & set(words):
