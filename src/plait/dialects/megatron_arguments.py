@@ -204,5 +204,17 @@ def understand(
     fields = model | layout_fields(arguments, told.model) | train_fields(arguments, world)
     if world is not None:
         fields["ranks"] = world
+    for_rules(arguments)
     facts = arguments.values | {"given": frozenset(arguments.given), "world": world}
     return Understood(fields, facts, arguments.findings)
+
+
+def for_rules(arguments: Arguments) -> None:
+    """Ask for what only the rules need to know."""
+    from plait.dialects.megatron_rules_options import ON, SWITCHES, WORDS
+
+    means = "one of the target's rules"
+    for name in (*SWITCHES, *ON):
+        arguments.switch(name, name in ON, means)
+    for name, (kind, default) in WORDS.items():
+        arguments.take(name, kind, default, means, False)
