@@ -31,6 +31,10 @@ def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict
 
     `facts` gets what the rules need: "model", "flavor", "experts" (whether it has any).
     """
+    sizes = _own_sizes(settings)
+    if sizes and told.model is None:
+        facts |= {"model": "llama3", "flavor": sizes["model.name"], "experts": False}
+        return sizes
     name = settings.take("model.name", str, "llama3", "model")
     flavor = settings.take("model.flavor", str, "debugmodel", "model")
     name = str(name).replace("-", "_")
@@ -62,6 +66,31 @@ def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict
         message = f"TorchTitan: {name} is described without {_APART[name]}"
         settings.findings.append(Finding("note", "torchtitan-model", message))
     return dict(found)
+
+
+#: What a recipe that builds llama3's blocks itself calls sizes -> the same of a job file.
+_SIZES: dict[str, tuple[str, type]] = {
+    "model.n_layers": ("model.layers", int),
+    "model.dim": ("model.hidden", int),
+    "model.n_heads": ("model.heads", int),
+    "model.n_kv_heads": ("model.kv_heads", int),
+    "model.hidden_dim": ("model.ffn", int),
+    "model.vocab_size": ("model.vocab", int),
+    "model.theta": ("model.rope_theta", float),
+    "model.enable_weight_tying": ("model.tied", bool),
+}
+
+
+def _own_sizes(settings: Settings) -> dict[str, Any]:
+    """A model whose sizes a recipe gives itself; empty where it picks a flavor."""
+    if "model.n_layers" not in settings:
+        return {}
+    found: dict[str, Any] = {"model.name": settings.take("model.flavor", str, "custom", "model")}
+    for name, (path, kind) in _SIZES.items():
+        value = settings.take(name, kind, None, path)
+        if value is not None:
+            found[path] = value
+    return found
 
 
 def _plain(flavor: str) -> str:

@@ -41,7 +41,7 @@ def config_of(
         notes.append(note(target, rule, message))
 
     parallelism = _degrees(job, version, say) | _sharding(job, version, say)
-    parallelism |= _experts(job, version, say) | _pipeline(job, say)
+    parallelism |= _experts(job, version, say) | _pipeline(job, version, say)
     training = _batch(job, version, parallelism) | _dtypes(job, say)
     config: dict[str, dict[str, Any]] = {}
     flavor = flavor_of(job.model)
@@ -124,7 +124,7 @@ def _experts(job: Job, version: str, say: Any) -> dict[str, Any]:
     return {}
 
 
-def _pipeline(job: Job, say: Any) -> dict[str, Any]:
+def _pipeline(job: Job, version: str, say: Any) -> dict[str, Any]:
     layout = job.layout
     if layout.pp == 1:
         return {}
@@ -133,7 +133,7 @@ def _pipeline(job: Job, say: Any) -> dict[str, Any]:
             "pipeline_parallel_schedule": "PipelineScheduleMulti",
             "pipeline_parallel_schedule_csv": layout.schedule,
         }
-        return said | {"module_fqns_per_model_part": _parts(job)}
+        return said | {"module_fqns_per_model_part": _parts(job, version)}
     name, _, group = layout.schedule.partition(":")
     if name not in TORCH_SCHEDULES:
         near, meaning = _INSTEAD.get(name, ("1f1b", "one forward, one backward"))
@@ -150,15 +150,15 @@ def _pipeline(job: Job, say: Any) -> dict[str, Any]:
     shares = [len(layers) for layers in chunk_layers(job.model, layout)]
     usual = layout.vpp == (1 if single else 2)
     if not usual or shares != split(len(shares), job.model.layers):
-        said["module_fqns_per_model_part"] = _parts(job)
+        said["module_fqns_per_model_part"] = _parts(job, version)
     return said
 
 
-def _parts(job: Job) -> list[list[str]]:
+def _parts(job: Job, version: str) -> list[list[str]]:
     """The modules of each chunk, by TorchTitan's names."""
     parts = [[f"layers.{i}" for i in layers] for layers in chunk_layers(job.model, job.layout)]
     parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "lm_head"]
+    parts[-1] += ["norm", "output" if version == "0.2.2" else "lm_head"]
     return parts
 
 
@@ -221,7 +221,7 @@ def _optimizer(job: Job) -> dict[str, dict[str, Any]]:
         decay["decay_type"] = "cosine"
     else:
         decay |= {"decay_type": "linear", "decay_ratio": _ratio(train.decay, train.steps)}
-    decay["min_lr_factor"] = low
+    decay["min_lr_factor"] = round(low, 12)
     return {"optimizer": optimizer, "lr_scheduler": decay}
 
 
