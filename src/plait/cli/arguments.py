@@ -96,6 +96,16 @@ def job_parser(command: str, usage: str, words: str) -> argparse.ArgumentParser:
     return result
 
 
+def add_launch(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Adds the flags of commands that read launches of other systems; returns them."""
+    group = parser.add_argument_group("a launch of another system")
+    words = "in whose words the layout is said (see `plait presets`)"
+    group.add_argument("--from", metavar="DIALECT", help=words)
+    words = "an environment variable that the launch is started with; may be said several times"
+    group.add_argument("--set", metavar="NAME=VALUE", action="append", help=words)
+    return {"--from": "from", "--set": "set"}
+
+
 def _epilog() -> str:
     """Every other field with its default, table by table."""
     lines = ["any other field by its path in the job file, as --train.weight-decay 0.1:"]

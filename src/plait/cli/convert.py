@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.cli.arguments import FLAGS, job_parser, model_or_file, parse
+from plait.cli.arguments import FLAGS, add_launch, job_parser, model_or_file, parse
 from plait.cli.explain import text
 from plait.cli.question import Question, asked, launched
 from plait.dialects import dialect
@@ -62,10 +62,10 @@ def asking() -> tuple[ArgumentParser, Mapping[str, str]]:
     usage = "--from DIALECT --to DIALECT FILE-OR-COMMAND"
     usage += "  |  MODEL --gpus GPU:COUNT ... --to DIALECT"
     parser = job_parser("convert", usage, _WORDS)
-    parser.add_argument("--from", metavar="DIALECT", help="in whose words the layout is said")
+    launch = add_launch(parser)
     parser.add_argument("--to", metavar="DIALECT", help="in whose words it shall be said")
     parser.add_argument("--out", metavar="FOLDER", help="write all files there")
-    return parser, FLAGS | {"--from": "from", "--to": "to", "--out": "out"}
+    return parser, FLAGS | launch | {"--to": "to", "--out": "out"}
 
 
 def _ask(argv: list[str]) -> tuple[Mapping[str, Any], Question]:

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from plait.cli.arguments import FLAGS, job_parser, model_or_file, parse
+from plait.cli.arguments import FLAGS, add_launch, job_parser, model_or_file, parse
 from plait.cli.files import outputs, write
 from plait.cli.question import Question, asked, launched
 from plait.spec.job import Job
@@ -54,9 +54,9 @@ def asking(command: str, words: str) -> tuple[ArgumentParser, Mapping[str, str]]
     usage = f"MODEL --gpus GPU:COUNT [--tp N] ...  |  plait {command} JOB.toml ..."
     usage += f"  |  plait {command} --from DIALECT FILE-OR-COMMAND ..."
     parser = job_parser(command, usage, words)
-    parser.add_argument("--from", metavar="DIALECT", help="in whose words the layout is said")
+    launch = add_launch(parser)
     parser.add_argument("--html", metavar="FILE", help="write the answer as a page there, too")
-    return parser, FLAGS | {"--html": "html", "--from": "from"}
+    return parser, FLAGS | launch | {"--html": "html"}
 
 
 def show(answer: dict[str, Any], job: Job, given: Mapping[str, Any]) -> None:

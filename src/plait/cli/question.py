@@ -91,7 +91,9 @@ def _question(made: Draft, wrong: Sequence[Finding]) -> Question:
     more = [f for f in found if (f.where, f.message) not in said]
     if wrong or not made.understood:
         # The draft is good for finding what else is illegal, and for nothing more.
-        raise UserError([*wrong, *made.findings, *(f for f in more if f.level == "error")])
+        found = [*wrong, *made.findings, *(f for f in more if f.level == "error")]
+        # Two places may ask for the same.
+        raise UserError({f.line(): f for f in found}.values())
     assert made.job is not None
     if made.findings:
         more = [f for f in more if f.level == "error"]
@@ -115,6 +117,7 @@ def launched(
     try:
         language = dialect(name)
         source = source_of(list(words)) if words else None
+        source = source and replace(source, variables=_variables(given.get("set", ())))
     except UserError as problem:
         wrong += problem.findings
     if not words:
@@ -129,7 +132,12 @@ def launched(
     if not fields.keys() & {"ranks", "gpus"}:
         fields["ranks"], assumed = smallest_world(fields)
         notes.append(assumed)
-    question = _question(draft("plan", None, fields), wrong)
+    made = draft("plan", None, fields)
+    if not any(key.partition(".")[0] == "model" for key in fields):
+        message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
+        wrong.append(error("model", None, message, rule="no-model"))
+        made = replace(made, findings=[f for f in made.findings if f.rule != "no-model"])
+    question = _question(made, wrong)
     own = [*launch.findings, *language.check(launch, question.job), *notes]
     own += _strangers(launch, name)
     about = _about(name, language.VERSION, launch, source.name)
@@ -139,6 +147,21 @@ def launched(
         written = language.write(legal) if legal else None
         about["legal"] = written.files if written else None
     return replace(question, own=own, source=about, launch=launch)
+
+
+def _variables(said: Sequence[str]) -> dict[str, str]:
+    """Environment variables, each said as NAME=VALUE.
+
+    Raises:
+        UserError: one is said in another way.
+    """
+    pairs = [text.partition("=") for text in said]
+    message = "an environment variable is said as NAME=VALUE"
+    wrong = [text for text, (name, equals, _) in zip(said, pairs, strict=True)
+             if not (equals and name.isidentifier())]  # fmt: skip
+    if wrong:
+        raise UserError(error("set", text, message, rule="arguments") for text in wrong)
+    return {name: value for name, _, value in pairs}
 
 
 def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def read(source: Source) -> Script:
             one line.
     """
     asked = directives(source.text)
-    scope = Scope({name: (Piece(text),) for name, text in variables(asked).items()})
+    known = variables(asked) | dict(source.variables)
+    scope = Scope({name: (Piece(text),) for name, text in known.items()})
     scope.exported = set(scope.values)
     reader = _Shell(source, scope, _Shared(Budget(source), asked))
     try:

@@ -1,7 +1,7 @@
 """Where a launch comes from: a file, or a command as it would be typed. Read, never run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
@@ -21,12 +21,14 @@ class Source:
         path: the file; None for a command.
         siblings: name -> text of files beside it that are not on disk: those written together
             with it.
+        variables: name -> text of environment variables that a person says are set.
     """
 
     text: str
     name: str
     path: Path | None = None
     siblings: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def suffix(self) -> str:
@@ -41,9 +43,9 @@ class Source:
         """
         if relative in self.siblings:
             text, path = self.siblings[relative], Path(relative)
-            return Source(text, path.name, path, self.siblings)
+            return replace(self, text=text, name=path.name, path=path)
         base = self.path.parent if self.path else Path()
-        return read_file(base / relative)
+        return replace(read_file(base / relative), variables=self.variables)
 
 
 def source_of(words: list[str]) -> Source:

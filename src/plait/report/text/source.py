@@ -20,7 +20,7 @@ def source(console: "Console", source: dict[str, Any]) -> None:
     table.add_column()
     rows = (
         ("understood", (_option(o) for o in source["understood"])),
-        ("by default", (_option(o) for o in source["defaults"] if o["means"])),
+        ("by default", (_option(o) for o in source["defaults"] if _matters(o))),
         ("environment", (f"{name}={value}" for name, value in source["environment"].items())),
         ("not for layout", (str(o["name"]) for o in source["unheeded"])),
         ("unknown", (str(o["name"]) for o in source["unknown"])),
@@ -29,6 +29,11 @@ def source(console: "Console", source: dict[str, Any]) -> None:
         if text := _listed(options):
             table.add_row(f"  {name}", escape(text))
     console.print(table)
+
+
+def _matters(default: dict[str, Any]) -> bool:
+    """A default that decides the layout or the batch; of a model's there are many."""
+    return default["means"].startswith(("layout.", "train.", "ranks"))
 
 
 def _option(option: dict[str, Any]) -> str:
