@@ -66,8 +66,8 @@ class Arguments:
             if not self._silent(place, means, needed):
                 value = self.settings.take(place, kind, default, self._asked(place, means))
                 self.given.add(name)
-        if name not in self.given and default is not None and (place := self.spell(name)):
-            self.settings.defaults[place] = (default, means)
+        if name not in self.given and default is not None:
+            self._filled(name, default, means)
         value = self._told(means, kind, value)
         self.values[name] = value
         return value
@@ -80,9 +80,9 @@ class Arguments:
                 said = self.settings.take(place, bool, None, self._asked(place, means))
                 value = value if said is None else said != off
                 self.given.add(name)
-        if name not in self.given and (place := self.spell(name)):
-            off = any(flag.off and flag.name == place for flag in flags_of(name))
-            self.settings.defaults[place] = (default != off, means)
+        if name not in self.given:
+            off = any(flag.off and flag.name == self.spell(name) for flag in flags_of(name))
+            self._filled(name, default != off, means)
         value = self._told(means, bool, value)
         self.values[name] = value
         return value
@@ -146,6 +146,14 @@ class Arguments:
     def _asked(self, place: str, means: str) -> str:
         is_model = means.startswith("model.") and self.settings.said[place].open
         return "model" if is_model else means
+
+    def _filled(self, name: str, default: Any, means: str) -> None:
+        """A default is shown where it decides something: a field of plait's, and none of a model
+        that a person names in place of the launch's."""
+        place, table = self.spell(name), means.partition(".")[0]
+        own = table == "model" and "model" not in self.settings.told
+        if place and (own or table in ("layout", "train")):
+            self.settings.defaults[place] = (default, means)
 
     def _told(self, means: str, kind: Any, value: Any) -> Any:
         if not means or means not in self.settings.told:

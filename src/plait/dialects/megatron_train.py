@@ -33,6 +33,9 @@ def _dtypes(arguments: Arguments) -> dict[str, Any]:
     wide = arguments.switch("accumulate_allreduce_grads_in_fp32", False, "train.grad_dtype")
     narrow = arguments.switch("grad_reduce_in_bf16", False, "train.grad_dtype")
     dtype = "bfloat16" if bf16 else "float16" if fp16 else "float32"
+    if dtype == "float32" and not (fp16 or bf16):
+        message = f"without {arguments.spelled('bf16')} it trains in float32"
+        arguments.note("megatron-float32", message)
     grad = "float32"
     if (bf16 and narrow) or (fp16 and not wide):
         grad = dtype
@@ -59,7 +62,7 @@ def _steps(arguments: Arguments, batch: int | None) -> dict[str, Any]:
     fields = {"train.steps": steps, "train.warmup": warmup}
     if style in _DECAYS:
         fields["train.schedule"] = _DECAYS[style]
-    else:
+    elif arguments.spell("lr") in arguments.settings:
         message = f"learning rate decays {style}; plait has constant, cosine and WSD"
         arguments.note("megatron-decay", message, style)
     return fields | ({"train.decay": last} if style == "WSD" and last else {})

@@ -1,0 +1,164 @@
+"""Megatron-LM: its command line, scripts that hold one, and its YAML files.
+
+Read are a command ("torchrun ... pretrain_gpt.py ..."), a shell script, the `model_config.yaml`
+of its functional tests (MODEL_ARGS, ENV_VARS), and files for `--yaml-cfg`. Written is a bash
+script.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plait.dialects import launchers, shell
+from plait.dialects.flags import Word, settings_of
+from plait.dialects.launch import Launch, Told, Written, note
+from plait.dialects.megatron_arguments import understand
+from plait.dialects.megatron_names import known
+from plait.dialects.megatron_rules import rules
+from plait.dialects.megatron_yaml import read_yaml
+from plait.dialects.settings import Setting, Settings
+from plait.dialects.source import Source
+from plait.spec.findings import Finding, UserError, error
+from plait.spec.job import Job
+
+VERSION = "NVIDIA/Megatron-LM d98e8a64d (2026-08-22)"
+
+_TARGET = "Megatron-LM"
+#: Scripts of Megatron-LM that train something else than a decoder.
+_OTHERS = {
+    "bert": "an encoder",
+    "t5": "an encoder and a decoder",
+    "vlm": "a language model with a vision encoder",
+    "vision": "a vision model",
+    "ict": "a retriever",
+    "retro": "a decoder with a retriever",
+    "mimo": "encoders beside a language model",
+}
+#: Flags without which a command is no training of Megatron's.
+_TELLING = (
+    "--num-layers", "--hidden-size", "--tensor-model-parallel-size", "--micro-batch-size",
+    "--pipeline-model-parallel-size", "--seq-length", "--use-checkpoint-args", "--yaml-cfg",
+    "--num-attention-heads", "--expert-model-parallel-size",
+)  # fmt: skip
+
+
+def read(source: Source, told: Told) -> Launch:
+    """What a launch file of Megatron-LM says.
+
+    Raises:
+        UserError: it holds no command of Megatron's.
+    """
+    if source.suffix in (".yaml", ".yml"):
+        return read_yaml(source, told)
+    script = shell.read(source)
+    run = _best(script)
+    if run is None:
+        return launch_of(_of_variables(script, source), told, {})
+    found = []
+    settings, loose = settings_of(run.words, _arity())
+    opened = sorted({name for word in loose for name in word.open})
+    if opened:
+        names = ", ".join(opened)
+        found.append(
+            note(_TARGET, "megatron-open", f"what {names} adds is set outside of the file")
+        )
+    if run.world is None and run.open and told.world is None:
+        message = f"the number of devices depends on {', '.join(run.open)}, set outside of the file"
+        found.append(note(_TARGET, "megatron-world-open", message))
+    yaml = next((s for s in settings if s.name == "--yaml-cfg"), None)
+    if yaml is not None and not yaml.open and source.path:
+        return read_yaml(source.beside(str(yaml.value)), told, run.environment, run.world)
+    environment = dict(run.environment)
+    world = run.world
+    if world is None and environment.get("WORLD_SIZE", "").isdecimal():
+        world = int(environment["WORLD_SIZE"][:7])
+    return launch_of(settings, told, environment, found, world, run.name, bool(opened))
+
+
+def _best(script: shell.Script) -> launchers.Run | None:
+    """The run with most flags of Megatron's; None where there is none that trains."""
+    best, most = None, (0, False, 0)
+    for run in launchers.runs(script):
+        names = {word.text.partition("=")[0] for word in run.words}
+        telling = len(names.intersection(_TELLING))
+        named = run.name.startswith(("pretrain_", "train", "finetune"))
+        named = named and run.name.endswith(".py")
+        if not telling and not (named and (names & known().keys() or _open(run))):
+            continue
+        score = (telling + named, run.command.sure, len(names & known().keys()))
+        if score > most:
+            best, most = run, score
+    return best
+
+
+def _open(run: launchers.Run) -> bool:
+    return any(word.open for word in run.words)
+
+
+def _of_variables(script: shell.Script, source: Source) -> list[Setting]:
+    """The flags in a script that only sets variables, for another one to start the program.
+
+    Raises:
+        UserError: there are none.
+    """
+    found: list[Setting] = []
+    for name, value in script.variables.items():
+        words = [Word(text, f"{source.name}: {name}") for text in value.split()]
+        settings, _ = settings_of(words, _arity())
+        if sum(s.name in known() for s in settings) > 1:
+            found += settings
+    if not found:
+        message = "no command of Megatron-LM (torchrun ... pretrain_gpt.py --num-layers ...)"
+        raise UserError([error("from", source.name, message, rule="no-command")])
+    return found
+
+
+def _arity() -> Mapping[str, str]:
+    return {name: flag.arity for name, flag in known().items()}
+
+
+def launch_of(
+    said: list[Setting],
+    told: Told,
+    environment: dict[str, str],
+    found: Sequence[Finding] = (),
+    world: int | None = None,
+    program: str = "",
+    open_words: bool = False,
+) -> Launch:
+    """What flags say.
+
+    Args:
+        found: what is known already. world: ranks, as the launch says them. program: what is
+            started. open_words: the command holds more that the file does not show.
+    """
+    found = list(found)
+    settings = Settings(said, told.given)
+    understood = understand(settings, told, world=world)
+    facts = understood.facts | {"open": open_words}
+    fields = understood.fields
+    stem = program.removesuffix(".py").lower()
+    other = next((what for word, what in _OTHERS.items() if word in stem.split("_")), None)
+    if other:
+        message = f"{program} trains {other}; described is a decoder of the same sizes"
+        found.append(note(_TARGET, "megatron-other-model", message, program))
+    if told.model is not None and "--num-layers" not in settings and not open_words:
+        missing = [f for f in ("--num-layers", "--hidden-size", "--num-attention-heads",
+                               "--micro-batch-size") if f not in settings]  # fmt: skip
+        message = f"the command lacks {', '.join(missing)}; the model is the one of --model"
+        found.append(note(_TARGET, "megatron-incomplete", message))
+    found = [*found, *understood.findings]
+    return Launch(fields, settings, known().keys(), found, environment, facts=facts)
+
+
+def check(launch: Launch, job: Job) -> list[Finding]:
+    """What Megatron-LM says to the job."""
+    spell = launch.facts.get("spell")
+    more: dict[str, Any] = {"spell": spell} if spell else {}
+    return rules(launch.facts, job, launch.environment, **more)
+
+
+def write(job: Job) -> Written:
+    """A bash script that runs the job."""
+    from plait.dialects.megatron_write import script_of
+
+    return script_of(job)
