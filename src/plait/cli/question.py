@@ -51,10 +51,13 @@ class Question:
         return self.completed(report(self.job, self.findings, world, serving))
 
     def completed(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """A REPORT of the job, with what the dialect has to say."""
+        """A REPORT of the job, with what the dialect has to say: what it says of a rule
+        ("megatron-expert-grid") stands for the rule itself ("expert-grid")."""
         if self.source is None:
             return answer
-        found = [asdict(f) for f in self.own] + answer["findings"]
+        said = {f.rule.partition("-")[2] for f in self.own if f.level == "error"}
+        found = [asdict(f) for f in self.own]
+        found += [f for f in answer["findings"] if f["rule"] not in said]
         found.sort(key=lambda f: LEVELS.index(f["level"]))
         fits = False if self.illegal else answer["fits"]
         return answer | {"findings": found, "fits": fits, "source": self.source}
