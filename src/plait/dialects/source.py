@@ -55,9 +55,16 @@ def source_of(words: list[str]) -> Source:
     Raises:
         UserError: a file that is not there, or cannot be read.
     """
-    if len(words) != 1 or (" " in words[0].strip() and not Path(words[0]).exists()):
+    if len(words) != 1 or (" " in words[0].strip() and not _is_there(words[0])):
         return Source(" ".join(words), "command")
     return read_file(Path(words[0]).expanduser())
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # no name of a file: too long, or with a NUL in it
+        return False
 
 
 def read_file(path: Path) -> Source:
