@@ -41,6 +41,7 @@ class Reader:
         environment: variables that are known.
         outside: asked for every call of something that the file does not define:
             (Made) -> value, or None for the call itself.
+        imported: asked for every name that is imported: dotted name -> value, or None.
 
     Attributes:
         calls: every call of something from outside, in the order in which it would come.
@@ -54,9 +55,11 @@ class Reader:
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         outside: Callable[[Made], Any] | None = None,
+        imported: Callable[[str], Any] | None = None,
     ):
         self.world, self.arguments = world, dict(arguments or {})
         self.environment, self.outside = dict(environment or {}), outside
+        self.imported = imported
         self.calls: list[Made] = []
         self.names: dict[str, Any] = {}
         self.options: dict[str, Any] = {}
@@ -106,7 +109,9 @@ class Reader:
                 base = "." * node.level + (node.module or "")
                 dot = "" if base.endswith(".") or not base else "."
                 for alias in node.names:
-                    scope[alias.asname or alias.name] = Made(f"{base}{dot}{alias.name}")
+                    name = f"{base}{dot}{alias.name}"
+                    known = self.imported(name) if self.imported else None
+                    scope[alias.asname or alias.name] = Made(name) if known is None else known
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 scope[node.name] = Function(node, scope)
             case ast.ClassDef():

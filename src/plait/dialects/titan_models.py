@@ -35,12 +35,14 @@ def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict
     if sizes and told.model is None:
         facts |= {"model": "llama3", "flavor": sizes["model.name"], "experts": False}
         return sizes
+    if facts["version"] != "0.2.2" and not {"model.name", "model.flavor"} <= settings.said.keys():
+        facts |= {"model": None, "flavor": None, "experts": _experts(told)}
+        return {}  # a recipe has no default
     name = settings.take("model.name", str, "llama3", "model")
     flavor = settings.take("model.flavor", str, "debugmodel", "model")
     name = str(name).replace("-", "_")
-    facts |= {"model": name, "flavor": flavor, "experts": False}
+    facts |= {"model": name, "flavor": flavor, "experts": _experts(told)}
     if told.model is not None:
-        facts["experts"] = told.model.moe is not None
         return {}
     said = [settings.said[key] for key in ("model.name", "model.flavor") if key in settings]
     if any(setting.open for setting in said):
@@ -91,6 +93,10 @@ def _own_sizes(settings: Settings) -> dict[str, Any]:
         if value is not None:
             found[path] = value
     return found
+
+
+def _experts(told: Told) -> bool:
+    return told.model is not None and told.model.moe is not None
 
 
 def _plain(flavor: str) -> str:

@@ -70,7 +70,7 @@ class _Registry:
         self.shared = {} if shared is None else shared
         if source.path is not None:
             self.shared[source.path] = self
-        self.reader = Reader(outside=self.outside)
+        self.reader = Reader(outside=self.outside, imported=self.imported)
         self.reader.run(parse(source))
 
     def pick(self, config: str | None) -> str:
@@ -124,12 +124,22 @@ class _Registry:
             names = [a.arg for a in node.args.args + node.args.kwonlyargs]
             arguments = [made.fields.get(n) for n in names[len(made.args) :] if n in made.fields]
             value = found.reader.call(word, *made.args, *arguments)
-            if isinstance(value, Made) and "model_spec" in value.fields:
+            first = made.args[0] if made.args else None
+            if _whole(first) and not _whole(_config(value)):
+                return first  # made over into another kind of configuration
+            if _whole(value):
                 _settle(value, found.model(word))
             return value
         if word in recipes() and not made.args:
             return Made("Trainer.Config", fields=_nested(recipes()[word]), called=True)
         return None
+
+    def imported(self, name: str) -> Any:
+        """A constant of another file."""
+        base, _, word = name.rpartition(".")
+        found = self.file_of(base) if word.isupper() else None
+        value = found.reader.names.get(word) if found is not None else None
+        return value if isinstance(value, str | int | float | list | tuple) else None
 
     def file_of(self, module: str) -> "_Registry | None":
         """The file of an imported module, where it is there."""
@@ -150,6 +160,12 @@ class _Registry:
                     except UserError:
                         return None
         return None
+
+
+def _whole(value: Any) -> bool:
+    """Whether a value is a configuration."""
+    keys = {"training", "parallelism", "model_spec", "trainer"}
+    return isinstance(value, Made) and value.called and bool(value.fields.keys() & keys)
 
 
 def _settle(config: Made, model: str | None) -> None:
@@ -174,12 +190,9 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 def _config(value: Any) -> Any:
     """The configuration in what a function returned: itself, or what a wrapper was given."""
     for _ in range(4):
-        if not isinstance(value, Made) or not value.called:
+        if not isinstance(value, Made) or _whole(value) or not value.args:
             return value
-        if value.fields.keys() & {"training", "parallelism", "model_spec"}:
-            return value
-        inner = value.fields.get("trainer")
-        value = inner if isinstance(inner, Made) else value.args[0] if value.args else value
+        value = value.args[0]
     return value
 
 
@@ -188,8 +201,12 @@ def flat(config: Any, model: str | None) -> Iterator[Setting]:
     made = _config(config)
     if not isinstance(made, Made):
         return
+    trainer = made.fields.get("trainer")
     for name, value in made.fields.items():
-        if name == "model_spec":
+        if name == "trainer" and isinstance(trainer, Made):
+            # Reinforcement learning: one configuration of a trainer among others.
+            yield from flat(Made(trainer.name, [], trainer.fields, called=True), model)
+        elif name == "model_spec":
             yield from _spec(value, model)
         elif name == "activation_checkpoint":
             yield from _activations(value)

@@ -27,6 +27,7 @@ from plait.dialects.titan_rules import rules
 from plait.dialects.tree import flat
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
+from plait.spec.schedule import is_file
 
 VERSION = "TorchTitan main b5bcd76c6 (2026-08-21), 0.3.0, and JobConfig of 0.2.2"
 
@@ -40,7 +41,8 @@ _FREE = (
     "dataloader.", "tokenizer.", "loss.", "validator.", "override.", "profiler.", "metrics.",
     "comm.", "encoder.", "generator.", "renderer.", "model.", "optimizer.", "lr_scheduler.",
     "experimental.", "fault_tolerance.", "ft.", "memory_estimation.", "quantize.", "float8.",
-    "mx.", "validation.", "inference.", "profiling.", "job.",
+    "mx.", "validation.", "inference.", "profiling.", "job.", "async_loop.", "compile.ep_overlap.",
+    "rollouter.", "batcher.", "generators.", "num_generators", "hf_model", "trainer.",
 )  # fmt: skip
 #: Words of tyro's subcommands -> `activation_checkpoint.mode`.
 _MODES = {
@@ -77,10 +79,25 @@ def read(source: Source, told: Told) -> Launch:
     said, version = _of_one_age(said, version)
     settings = Settings(said, told.given)
     fields, facts = understand(settings, told, world, version)
+    _table(source, fields, notes)
     free = {
         name for name in settings.said if name.startswith(_FREE) or name in ("module", "config")
     }
     return Launch(fields, settings, _names() | free, notes, environment, facts=facts)
+
+
+def _table(source: Source, fields: dict[str, Any], notes: list[Finding]) -> None:
+    """Where the table of a schedule is; it is named by its path from where the job is started."""
+    name = str(fields.get("layout.schedule", ""))
+    if not is_file(name):
+        return
+    file = next(_places(source, name), None)
+    if file is not None and file.path is not None:
+        fields["layout.schedule"] = str(file.path)
+        return
+    message = f"TorchTitan: the table {name} is not here; taken for interleaved 1F1B"
+    notes.append(Finding("warning", "torchtitan-file", message))
+    fields["layout.schedule"] = "interleaved-1f1b"
 
 
 def check(launch: Launch, job: Job) -> list[Finding]:
@@ -197,7 +214,7 @@ def _options(words: tuple[Word, ...]) -> list[Setting]:
     said, loose = settings_of(words, {})
     found = []
     for setting in said:
-        name = setting.name.lstrip("-").replace("-", "_")
+        name = setting.name.lstrip("-").replace("-", "_").removeprefix("trainer.")
         value = setting.value
         section, dot, last = name.rpartition(".")
         if last.startswith("no_") and value is True:
