@@ -1,0 +1,292 @@
+"""Options of serve commands: flags as argparse takes them, files of options, numbers with a unit,
+the model that a name is of."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from plait.dialects.flags import Word, settings_of
+from plait.dialects.huggingface_names import named, nearest_name
+from plait.dialects.launch import Told, note
+from plait.dialects.serve_words import Serve, options
+from plait.dialects.settings import Setting, Settings
+from plait.dialects.source import LARGEST, Source
+from plait.dialects.tree import read_yaml
+from plait.spec import presets
+from plait.spec.cluster import Cluster
+from plait.spec.findings import Finding, UserError, error
+from plait.spec.jobfile import draft
+from plait.spec.layout import LARGEST as MOST
+from plait.spec.model import Model
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of an engine.
+
+    Attributes:
+        arity: flag -> "0", "1", "?", "*" or "+". aliases: other spelling -> flag.
+        short: whether a flag may be cut short as long as it is the only one that begins so, as
+            argparse does it.
+    """
+
+    arity: Mapping[str, str]
+    aliases: Mapping[str, str]
+    short: bool = True
+
+
+@lru_cache
+def flags(name: str, short: bool = True) -> Flags:
+    """The flags in `known/<name>.txt`: flag, arity, and the flag that it is another name of."""
+    text = files("plait.dialects").joinpath("known", f"{name}.txt").read_text("utf-8")
+    rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    arity = {row[0]: row[1] for row in rows}
+    return Flags(arity, {row[0]: row[2] for row in rows if len(row) > 2}, short)
+
+
+def read(serve: Serve, known: Flags, positional: str, source: Source) -> list[Setting]:
+    """The options of a server; what a file of options says stands before its flags, which are
+    stronger."""
+    words = [_spelled(word, known) for word in serve.words]
+    dotted = {w.text.partition("=")[0]: "1" for w in words if _is_dotted(w.text)}
+    said, loose = settings_of(words, {**known.arity, **dotted}, known.aliases)
+    said = [_switched(s, known) for s in said]
+    said += [replace(s, name=canonical(s.name, known)) for s in serve.settings]
+    if loose:
+        said.insert(0, Setting(positional, loose[0].text, loose[0].where, loose[0].open))
+    return said
+
+
+def _spelled(word: Word, known: Flags) -> Word:
+    """A word, its flag by its whole name: dashes, and what was cut short."""
+    if not word.text.startswith("-") or word.text[1:2].isdigit():
+        return word
+    name, equals, value = word.text.partition("=")
+    if re.fullmatch(r"-O\d", name):
+        return replace(word, text=f"-O={name[2:]}")
+    base, dot, path = name.partition(".")
+    return replace(word, text=canonical(base, known) + dot + path + equals + value)
+
+
+def canonical(name: str, known: Flags) -> str:
+    dashes = name.replace("_", "-") if name.startswith("--") else name
+    for spelled in (name, dashes):
+        if spelled in known.arity:
+            return known.aliases.get(spelled, spelled)
+    if known.short and name.startswith("--") and len(name) > 3:
+        found = {known.aliases.get(f, f) for f in known.arity if f.startswith(dashes)}
+        if len(found) == 1:
+            return found.pop()
+    return name
+
+
+def _is_dotted(text: str) -> bool:
+    return text.startswith("-") and "." in text.partition("=")[0] and not text[1:2].isdigit()
+
+
+def _switched(setting: Setting, known: Flags) -> Setting:
+    """`--no-x` is the option `--x`, switched off."""
+    positive = "--" + setting.name.removeprefix("--no-")
+    if setting.name.startswith("--no-") and positive in known.arity and setting.value is True:
+        return replace(setting, name=positive, value=False)
+    return setting
+
+
+# ------------------------------------------------------------------------------------------
+# Files of options
+
+
+def options_file(name: str, serve: Serve, source: Source, settings: list[Finding]) -> list[Setting]:
+    """The options in a file that a launch names: one that it writes itself, or one beside it.
+
+    What is wrong with it goes to `settings`: it may decide the layout.
+    """
+    written = dict(serve.files) | {Path(n).name: text for n, text in serve.files.items()}
+    text = written.get(name, written.get(Path(name).name))
+    try:
+        file = Source(text, Path(name).name, Path(name)) if text is not None else _beside(
+            source, name
+        )  # fmt: skip
+        tree = read_yaml(file)
+    except UserError as problem:
+        settings += problem.findings
+        return []
+    if tree is None:
+        return []
+    if not isinstance(tree, Mapping):
+        settings.append(error(name, None, "holds no options", rule="unreadable-file"))
+        return []
+    return list(options(tree, Path(name).name))
+
+
+def _beside(source: Source, name: str) -> Source:
+    """A file by its path, or by its name alone beside the launch: paths are of another machine."""
+    try:
+        return source.beside(name)
+    except UserError:
+        if "/" in name and source.path is not None:
+            return source.beside(Path(name).name)
+        raise
+
+
+def config(settings: Settings, name: str, aliases: Iterable[str] = ()) -> dict[str, Any]:
+    """A table that a flag says as JSON, or key by key (`--compilation-config.mode 3`), with
+    dotted keys; what cannot be read is a finding."""
+    table: dict[str, Any] = {}
+    setting = settings.said.get(name)
+    if setting is not None:
+        value = setting.value
+        if isinstance(value, str) and not setting.open:
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                message = f"{value[:60]!r} is not JSON"
+                settings.findings.append(error(f"{setting.where} {name}".strip(), value, message))
+        settings.taken[name] = (value, "")
+        if isinstance(value, Mapping):
+            table |= _dotted(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            table["mode"] = value
+    for key in list(settings.said):
+        base, dot, path = key.partition(".")
+        if dot and base in (name, *aliases):
+            value = settings.said[key].value
+            settings.taken[key] = (value, "")
+            table[path.replace("-", "_")] = _json(value)
+    return table
+
+
+def _json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _dotted(tree: Mapping[Any, Any], prefix: str = "", deep: int = 0) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and deep < 8:
+            flat |= _dotted(value, f"{prefix}{key}.", deep + 1)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# ------------------------------------------------------------------------------------------
+# Values
+
+
+def count(settings: Settings, name: str, default: int | None = None, means: str = "") -> int | None:
+    """A number that may have a unit: "32k" are 32,000 and "32K" 32,768 (vLLM and SGLang both)."""
+    setting = settings.said.get(name)
+    if setting is None or setting.open or not isinstance(setting.value, str):
+        return settings.take(name, int, default, means)
+    text = setting.value.strip()
+    units = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+    units |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    if len(text) < 24 and re.fullmatch(r"\d+(\.\d+)?[kmgtKMGT]", text):
+        value = float(text[:-1]) * units[text[-1]]
+        settings.taken[name] = (int(value), means)
+        return int(value) if isfinite(value) else default
+    return settings.take(name, int, default, means)
+
+
+def degree(settings: Settings, name: str, means: str, default: int = 1) -> int:
+    """A number of ranks: at least 1, and no more than anyone has."""
+    value = settings.take(name, int, default, means)
+    if isinstance(value, int) and 1 <= value <= MOST:
+        return value
+    setting = settings.said.get(name)
+    if isinstance(value, int) and setting is not None:
+        message = f"{value} is no number of ranks"
+        settings.findings.append(error(f"{setting.where} {name}".strip(), value, message, 1))
+    return default
+
+
+def switch(settings: Settings, name: str, means: str = "", default: bool = False) -> bool:
+    return bool(settings.take(name, bool, default, means))
+
+
+# ------------------------------------------------------------------------------------------
+# The model and the devices
+
+
+def model_of(
+    settings: Settings, name: str, told: Told, source: Source
+) -> tuple[dict[str, Any], str | None, list[Finding]]:
+    """The model's fields, how its weights are stored, and what was assumed of its name."""
+    repository = settings.take(name, str, None, "model")
+    setting = settings.said.get(name)
+    if setting is None or setting.open or not isinstance(repository, str):
+        return {}, None, []
+    known = named(repository)
+    if known is not None:
+        found = [known.note] if known.note else []
+        if not known.exact and told.model is None:
+            found.append(f"its shape is taken to be that of {known.fields.get('model')}")
+        notes = [note(repository, "model-by-name", "; ".join(found))] if found else []
+        return dict(known.fields), known.weights, notes
+    folder = (source.path.parent if source.path else Path()) / repository
+    try:
+        here = (folder / "config.json").is_file() if len(repository) < 4096 else False
+    except (OSError, ValueError):
+        here = False
+    if here and (folder / "config.json").stat().st_size <= LARGEST:
+        return {"model": str(folder)}, None, []
+    if told.model is None:
+        message = f"no model is known by the name {repository!r}: say --model NAME"
+        near = nearest_name(repository)
+        settings.findings.append(error("model", repository, message, near, "unknown-model"))
+    return {}, None, []
+
+
+def shape(fields: Mapping[str, Any], told: Told) -> Model | None:
+    """The model, where it is known by now."""
+    if told.model is not None:
+        return told.model
+    own = {k: v for k, v in fields.items() if k == "model" or k.startswith("model.")}
+    made = draft("plan", None, own | {"ranks": 1}) if own else None
+    return made.job.model if made and made.job else None
+
+
+def cluster_of(told: Told) -> Cluster | None:
+    try:
+        return presets.cluster(str(told.given["gpus"])) if "gpus" in told.given else None
+    except UserError:
+        return None
+
+
+#: dtypes of serve commands -> plait's.
+DTYPES = {
+    "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32",
+    "float": "float32",
+}  # fmt: skip
+
+#: What engines call a way of storing weights -> a scheme of `cost.serving_memory`.
+SCHEMES = {
+    "fp8": "fp8", "awq": "awq", "awq_marlin": "awq", "auto_awq": "awq", "gptq": "gptq",
+    "gptq_marlin": "gptq", "auto_gptq": "gptq", "bitsandbytes": "bnb-4bit", "fbgemm_fp8": "fp8",
+    "modelopt": "fp8", "modelopt_fp8": "fp8", "modelopt_fp4": "nvfp4", "nvfp4": "nvfp4",
+    "nvfp4_online": "nvfp4", "petit_nvfp4": "nvfp4", "w8a8_fp8": "fp8", "w8a8_int8": "int8",
+    "ptpc_fp8": "fp8", "mxfp4": "mxfp4", "mxfp8": "fp8", "deepspeedfp": "fp8",
+    "moe_wna16": "gptq", "experts_int8": "int8", "int8_per_channel_weight_only": "int8",
+    "fp8_per_tensor": "fp8", "fp8_per_block": "fp8-block", "gpt_oss_mxfp4": "mxfp4-experts",
+}  # fmt: skip
+
+
+def weights_of(said: str | None, stored: str | None) -> str | None:
+    """The scheme of the weights: as they are stored, else what the engine makes of them."""
+    return stored or SCHEMES.get((said or "").lower())
+
+
+def unread(settings: Settings, known: Flags) -> set[str]:
+    """Names of options that the engine knows: its flags, and keys of its tables."""
+    tables = {n for n in settings.said if n.partition(".")[0] in {*known.arity, *known.aliases}}
+    return {*known.arity, *tables}
