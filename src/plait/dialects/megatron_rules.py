@@ -50,6 +50,11 @@ class Case:
     def world(self) -> int:
         return self.fact("world") or self.job.layout.world
 
+    @property
+    def sequence_parallel(self) -> bool:
+        """As the launch says it: the layout of a stand-in has none."""
+        return bool(self.fact("sequence_parallel", self.job.layout.sequence_parallel))
+
     def refused(
         self, rule: str, message: str, when: str = AT_START, value: Any = None, **suggest: Any
     ) -> Finding:
@@ -146,7 +151,7 @@ def experts(case: Case) -> Iterator[Finding]:
         legal = nearest(layout.ep, divisors(moe.experts))
         message = f"{moe.experts} experts are no multiple of EP {layout.ep}"
         yield case.refused("experts-divide", message, value=layout.ep, layout__ep=legal)
-    if layout.tp > 1 and not layout.sequence_parallel:
+    if layout.tp > 1 and not case.sequence_parallel:
         message = (
             f"a mixture of experts under TP {layout.tp} needs {case.name('sequence_parallel')}; "
             "the configuration only warns"

@@ -157,7 +157,7 @@ def overlaps(case: Case) -> Iterator[Finding]:
         "overlap",
         (
             (
-                fact("tp_comm_overlap") and not layout.sequence_parallel,
+                fact("tp_comm_overlap") and not case.sequence_parallel,
                 f"{case.name('tp_comm_overlap')} without {case.name('sequence_parallel')}",
             ),
             (
