@@ -18,7 +18,10 @@ from plait.spec.findings import UserError, error
 _DEEPEST = 12
 _MOST = 50_000
 #: Names of what `_pretrain_common()` and its like start a recipe from.
-_COMMON = {"_pretrain_common": "pretrain", "_sft_common": "sft", "_peft_common": "peft"}
+_COMMON = {
+    "_pretrain_common": "pretrain", "_sft_common": "sft", "_peft_common": "peft",
+    "_sft_common_vlm": "sft_vlm", "_peft_common_vlm": "peft_vlm",
+}  # fmt: skip
 #: Arguments of recipe functions of older releases -> fields.
 _ARGUMENTS = {
     "tensor_parallelism": "model.tensor_model_parallel_size",
@@ -116,6 +119,8 @@ def _settings(node: Node, name: str, prefix: str = "") -> list[Setting]:
     found = []
     for key, value in node.fields.items():
         path = f"{prefix}.{key}" if prefix else key
+        if key.startswith("_"):
+            continue
         where, value = (f"{name}:{value[1]}", value[0]) if _placed(value) else (name, value)
         if isinstance(value, Node):
             if path == "mixed_precision" and value.kind.endswith("_mixed"):
@@ -191,8 +196,11 @@ class _Reader:
         flags = [a.value for a in call.args if isinstance(a, ast.Constant)]
         flags = [f for f in flags if isinstance(f, str) and f.startswith("--")]
         given = {k.arg: k.value for k in call.keywords}
+        action = self.value(given["action"], {}) if "action" in given else ""
         for name in flags[:1]:
-            if "default" in given:
+            if action in ("store_true", "store_false"):
+                self.defaults[name[2:].replace("-", "_")] = action == "store_false"
+            elif "default" in given:
                 self.defaults[name[2:].replace("-", "_")] = self.value(given["default"], {})
 
     def block(self, body: list[ast.stmt], names: dict[str, Any]) -> None:
@@ -263,7 +271,7 @@ class _Reader:
             return Open("...")
         match node:
             case ast.Constant():
-                return node.value
+                return node.value if not isinstance(node.value, complex | bytes) else Open("...")
             case ast.Name():
                 return self._named(node.id, names)
             case ast.Attribute():
@@ -274,6 +282,8 @@ class _Reader:
                 keys = [self.value(k, names) if k else None for k in node.keys]
                 values = [self.value(v, names) for v in node.values]
                 return Node("dict", {str(k): v for k, v in zip(keys, values, strict=True) if k})
+            case ast.Subscript():
+                return self._item(node, names)
             case ast.UnaryOp(op=ast.USub()):
                 inner = self.value(node.operand, names)
                 return -inner if isinstance(inner, int | float) else Open(_text(node))
@@ -307,7 +317,7 @@ class _Reader:
                 return self.defaults[node.attr]
         owner = self.value(node.value, names)
         if not isinstance(owner, Node):
-            return Open(_text(node))
+            return self.defaults.get(node.attr, Open(_text(node)))
         if node.attr not in owner.fields:
             said = owner.recipe.settings if owner.recipe else {}
             if any(path.startswith(f"{node.attr}.") for path in said) or owner.kind in (
@@ -319,6 +329,15 @@ class _Reader:
                 return Open(_text(node))
         value = owner.fields[node.attr]
         return value[0] if _placed(value) else value
+
+    def _item(self, node: ast.Subscript, names: dict[str, Any]) -> Any:
+        owner, key = self.value(node.value, names), self.value(node.slice, names)
+        if isinstance(owner, Node) and str(key) in owner.fields:
+            value = owner.fields[str(key)]
+            return value[0] if _placed(value) else value
+        if isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
+            return owner[key]
+        return Open(_text(node))
 
     def _binary(self, node: ast.BinOp, names: dict[str, Any]) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
@@ -337,6 +356,10 @@ class _Reader:
                     return left / right
                 case ast.Mod() if right:
                     return left % right
+        if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
+            return (left + right)[:10_000]
+        if isinstance(left, list) and isinstance(right, int) and isinstance(node.op, ast.Mult):
+            return (left * min(right, 1000))[:10_000]
         if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
             return (left + right)[:10_000]
         return Open(_text(node))
@@ -393,8 +416,13 @@ class _Reader:
             return args[1]
         if short == "from_hf_pretrained" and args and isinstance(args[0], str):
             return Node("bridge", hub=args[0])
+        if short == "from_hf_config":
+            return Node("bridge", hub=args[0].hub if args and isinstance(args[0], Node) else "?")
+        if short == "from_pretrained" and args and isinstance(args[0], str):
+            return Node("hub", hub=args[0])
         if short == "setattr" and len(args) == 3 and isinstance(args[0], Node):
-            args[0].fields[str(args[1])] = args[2]
+            if isinstance(args[1], str):
+                args[0].fields[args[1]] = args[2]
             return None
         if short == "replace" and args and isinstance(args[0], Node):
             return replace(args[0], fields=args[0].fields | kwargs)
@@ -404,9 +432,12 @@ class _Reader:
             owner = self.value(node.func.value, names)
             if isinstance(owner, Node):
                 if owner.hub:
-                    return Node("model", dict(kwargs), node.lineno, hub=owner.hub)
+                    return Node("model", {}, node.lineno, hub=owner.hub)
                 if short in ("copy", "deepcopy"):
                     return owner
+                if short == "get" and args:
+                    last = args[1] if len(args) > 1 else None
+                    return owner.fields.get(str(args[0]), last)
                 if short == "update" and args and isinstance(args[0], Node):
                     owner.fields |= args[0].fields
                     return None

@@ -37,6 +37,7 @@ class Recipe:
         settings: path in the ConfigContainer -> value.
         world: GPUs that its name says it is for, None.
         peft: only adapters are trained. finetunes: its samples are questions with answers.
+        connections: CUDA_DEVICE_MAX_CONNECTIONS, "" where it does not set it.
         benchmark: one of perf_recipes, tuned for as many GPUs as its name says.
     """
 
@@ -50,6 +51,7 @@ class Recipe:
     peft: bool = False
     finetunes: bool = False
     benchmark: bool = False
+    connections: str = ""
 
 
 def recipe(name: str) -> Recipe | None:
@@ -71,7 +73,12 @@ def common(mode: str = "pretrain") -> Recipe:
     if mode != "pretrain":
         said = {"gbs": 128, "steps": 1000, "warmup": 50, "seq": 2048, "beta2": 0.98, "seed": 5678}
         said |= {"averaged": False, "sharded": False, "finetunes": True, "packed": True}
-        said |= {"lr": 1e-4, "peft": True} if mode == "peft" else {"lr": 5e-6}
+        said |= {"lr": 1e-4, "peft": True} if "peft" in mode else {"lr": 5e-6}
+        said |= {"min_lr": 0.0}
+    if mode.endswith("vlm"):
+        said |= {"gbs": 32, "mbs": 2, "steps": 300000, "warmup": 500, "seq": 4096, "seed": 1234}
+        said |= {"averaged": True, "sharded": True, "packed": False, "in_batch": True}
+        said |= {"lr": 1e-4, "min_lr": 1e-5} if "peft" in mode else {"lr": 3e-4, "min_lr": 3e-5}
     return _recipe(f"_{mode}_common", "", said)
 
 
@@ -79,7 +86,7 @@ def _recipe(name: str, hub: str, said: dict[str, Any]) -> Recipe:
     table = _table()
     peft, finetunes = said.pop("peft", False), said.pop("finetunes", False)
     about = table["models"].get(hub, {})
-    benchmark = said.pop("benchmark", False)
+    benchmark, connections = said.pop("benchmark", False), said.pop("connections", "")
     words = table["words"]
     settings = {words[word]: value for word, value in (table["common"] | said).items()}
     settings.setdefault("model.seq_length", settings["dataset.seq_length"])
@@ -95,6 +102,7 @@ def _recipe(name: str, hub: str, said: dict[str, Any]) -> Recipe:
         peft,
         finetunes,
         benchmark,
+        connections,
     )
 
 

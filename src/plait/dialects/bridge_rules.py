@@ -68,10 +68,7 @@ def _fsdp_v2(c: Container, job: Job) -> Iterator[Finding]:
         (job.model.moe is not None, "mixtures of experts"),
         (layout.vpp > 1, "several chunks a rank"),
         (c.value("ddp.num_distributed_optimizer_instances", int, 1) != 1, "HSDP"),
-        (
-            c.value("ddp.outer_dp_sharding_strategy", str, "no_shard") != "no_shard",
-            "sharded replicas",
-        ),
+        (outer != "no_shard", "sharded replicas"),
         (
             c.value("optimizer.clip_grad", float, 1.0) > 0,
             "gradient clipping",

@@ -15,6 +15,7 @@ from plait.dialects.settings import Setting
 #: (scripts/training/run_recipe.py, scripts/performance/argument_parser.py).
 FIELDS = {
     "--max_steps": "train.train_iters",
+    "--train_iters": "train.train_iters",
     "--global_batch_size": "train.global_batch_size",
     "--micro_batch_size": "train.micro_batch_size",
     "--seq_length": "dataset.seq_length",

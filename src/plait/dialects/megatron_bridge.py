@@ -13,6 +13,7 @@ from plait.dialects.bridge_fields import TARGET, Container, resolved, spell
 from plait.dialects.bridge_launch import Said, read_launch
 from plait.dialects.bridge_model import finished, model_of_launch
 from plait.dialects.bridge_rules import bridge_rules
+from plait.dialects.bridge_words import known_flags
 from plait.dialects.bridge_write import command_of
 from plait.dialects.launch import Launch, Told, Written, changed, note
 from plait.dialects.megatron_arguments import understand
@@ -60,7 +61,7 @@ def read(source: Source, told: Told) -> Launch:
         for name, (value, means) in settings.defaults.items()
         if name in own and not (stood.model and means.startswith("model."))
     }
-    known = _Known(recipes.known_fields(), said.added, frozenset(f.name for f in said.flags))
+    known = _known(settings, said.added)
     findings += understood.findings
     facts = dict(understood.facts) | {
         "container": container,
@@ -72,8 +73,11 @@ def read(source: Source, told: Told) -> Launch:
     held = told.model or model
     if held is not None:
         facts["num_layers"] = held.layers
+        facts["mtp_num_layers"] = container.value("model.mtp_num_layers", int, 0)
         facts["num_experts"] = held.moe.experts if held.moe else None
     environment = dict(said.environment)
+    if recipe and recipe.connections:
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", recipe.connections)
     return Launch(fields, settings, known, findings, environment, None, facts)
 
 
@@ -124,34 +128,29 @@ def _take_flags(said: Said, settings: Settings) -> None:
         "--num_gpus": "ranks", "--nodes": "ranks", "--gpus_per_node": "ranks",
         "--devices": "ranks", "--config_file": "a file of overrides",
     }  # fmt: skip
+    if "recipe" in settings:
+        settings.take("recipe", str, None, "model")
     for flag in said.flags:
         if flag.name in means:
             settings.taken[flag.name] = (flag.value, means[flag.name])
 
 
 #: Parts that hold what they are given.
-_OPEN = ("env_vars.", "peft.", "model.teacher.", "model.kd_config.")
+_OPEN = ("env_vars.", "peft.", "model.teacher.", "model.kd_config.", "model.dist_train.",
+         "tensor_inspect.", "dataset.source.", "dataset.tokenizer.")  # fmt: skip
 
 
-class _Known:
-    """Names that Megatron-Bridge has: fields, parts of fields, and flags of its launchers."""
-
-    def __init__(self, fields: frozenset[str], added: set[str], flags: frozenset[str]):
-        from plait.dialects.bridge_words import known_flags
-
-        names = {f"--{n.lstrip('-').replace('-', '_')}" for n in known_flags()[0]}
-        self.names = fields | added | names
-
-    def __contains__(self, name: object) -> bool:
-        text = str(name)
-        nested = text.count(".") > 1 and ".".join(text.split(".")[:2]) in self.names
-        return text in self.names or nested or text.startswith(_OPEN)
-
-    def __iter__(self):
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+def _known(settings: Settings, added: set[str]) -> frozenset[str]:
+    """Names that Megatron-Bridge has: fields, what stands in them, and flags of its launchers."""
+    flags = {f"--{n.lstrip('-').replace('-', '_')}" for n in known_flags()[0]}
+    names = recipes.known_fields() | added | flags
+    inner = {
+        name
+        for name in settings.said
+        if name.startswith(_OPEN)
+        or (name.count(".") > 1 and ".".join(name.split(".")[:2]) in names)
+    }
+    return frozenset(names | inner)
 
 
 def check(launch: Launch, job: Job) -> list[Finding]:
