@@ -5,14 +5,16 @@ of its functional tests (MODEL_ARGS, ENV_VARS), and files for `--yaml-cfg`. Writ
 script.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from plait.dialects import launchers, shell
-from plait.dialects.flags import Word, settings_of
-from plait.dialects.launch import Launch, Told, Written, note
+from plait.dialects.flags import settings_of
+from plait.dialects.launch import AT_START, Launch, Told, Written, note, refused
 from plait.dialects.megatron_arguments import understand
-from plait.dialects.megatron_names import known
+from plait.dialects.megatron_names import flags_of, known
 from plait.dialects.megatron_rules import rules
 from plait.dialects.megatron_yaml import read_yaml
 from plait.dialects.settings import Setting, Settings
@@ -33,6 +35,8 @@ _OTHERS = {
     "retro": "a decoder with a retriever",
     "mimo": "encoders beside a language model",
 }
+#: A command that no script has: what follows is a variable's name and what it holds.
+_HOLDS = "plait-holds"
 #: Flags without which a command is no training of Megatron's.
 _TELLING = (
     "--num-layers", "--hidden-size", "--tensor-model-parallel-size", "--micro-batch-size",
@@ -52,7 +56,7 @@ def read(source: Source, told: Told) -> Launch:
     script = shell.read(source)
     run = _best(script)
     if run is None:
-        return launch_of(_of_variables(script, source), told, {})
+        return launch_of(_of_variables(source), told, {}, open_words=True)
     found = []
     settings, loose = settings_of(run.words, _arity())
     opened = sorted({name for word in loose for name in word.open})
@@ -94,16 +98,21 @@ def _open(run: launchers.Run) -> bool:
     return any(word.open for word in run.words)
 
 
-def _of_variables(script: shell.Script, source: Source) -> list[Setting]:
+def _of_variables(source: Source) -> list[Setting]:
     """The flags in a script that only sets variables, for another one to start the program.
 
     Raises:
         UserError: there are none.
     """
+    names = dict.fromkeys(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)\+?=", source.text, re.M))
+    # What a variable holds at the end is what a command would be given there.
+    asked = "".join(f"\n{_HOLDS} {name} ${{{name}[@]}}" for name in list(names)[:200])
+    script = shell.read(replace(source, text=f"{source.text}\n{asked}\n"))
     found: list[Setting] = []
-    for name, value in script.variables.items():
-        words = [Word(text, f"{source.name}: {name}") for text in value.split()]
-        settings, _ = settings_of(words, _arity())
+    for command in script.commands:
+        if not command.words or command.words[0].text != _HOLDS:
+            continue
+        settings, _ = settings_of(command.words[2:], _arity())
         if sum(s.name in known() for s in settings) > 1:
             found += settings
     if not found:
@@ -136,6 +145,13 @@ def launch_of(
     understood = understand(settings, told, world=world)
     facts = understood.facts | {"open": open_words}
     fields = understood.fields
+    for setting in settings.said.values():
+        flag = known().get(setting.name)
+        if flag and flag.gone:
+            message = f"{setting.name} is an option of earlier versions"
+            now = next((f.name for f in flags_of(flag.argument) if not f.gone), None)
+            message += f"; it is {now}" if now else ""
+            found.append(refused(_TARGET, "megatron-gone", AT_START, message, setting.value))
     stem = program.removesuffix(".py").lower()
     other = next((what for word, what in _OTHERS.items() if word in stem.split("_")), None)
     if other:

@@ -125,9 +125,8 @@ class Arguments:
     def _places(self, name: str) -> Iterator[tuple[str, bool]]:
         """The settings of an argument that the launch has, in order, and whether each switches
         it off."""
-        candidates = {self.spell(name): False}
-        for flag in flags_of(name):
-            candidates.setdefault(self.spell(underscored(flag.name)), flag.off)
+        candidates = {self.spell(underscored(flag.name)): flag.off for flag in flags_of(name)}
+        candidates.setdefault(self.spell(name), False)
         for place in list(self.settings.said):
             if place in candidates:
                 yield place, candidates[place]

@@ -211,6 +211,8 @@ def _recompute(arguments: Arguments, model: Model | None) -> dict[str, Any]:
     count = take("recompute_num_layers", int, None, "layout.recompute")
     modules = arguments.words("recompute_modules", "layout.recompute")
     kind = "selective" if short else kind
+    if kind is None and arguments.spell("activations_checkpoint_method") in arguments.settings:
+        kind = "full"  # earlier versions knew no other
     arguments.values["recompute_granularity"] = kind
     if kind == "full":
         if method == "block" and count is not None:

@@ -19,25 +19,29 @@ class Flag:
         arity: as `flags.settings_of` knows it.
         argument: the argument that it sets, "add_bias_linear".
         off: it switches the argument off.
+        gone: only earlier versions have it.
     """
 
     name: str
     arity: str
     argument: str
     off: bool = False
+    gone: bool = False
 
 
 @lru_cache(maxsize=1)
 def known() -> Mapping[str, Flag]:
-    """Every flag that the parser, or one of Megatron-LM's own scripts, has."""
-    text = files("plait.dialects.known").joinpath("megatron.txt").read_text("utf-8")
-    table = {}
+    """Every flag that the parser, or one of Megatron-LM's own scripts, has or once had."""
+    text = files("plait.dialects").joinpath("known", "megatron.txt").read_text("utf-8")
+    table, gone = {}, False
     for line in text.splitlines():
         if line.startswith("#"):
+            gone = "earlier versions" in line
             continue
         name, arity, *other = line.split()
         argument = other[0].lstrip("!") if other else underscored(name)
-        table[name] = Flag(name, arity, argument, bool(other) and other[0].startswith("!"))
+        off = bool(other) and other[0].startswith("!")
+        table[name] = Flag(name, arity, argument, off, gone)
     return table
 
 
@@ -62,7 +66,8 @@ def underscored(flag: str) -> str:
 def dashed(argument: str) -> str | None:
     """ "num_layers" -> "--num-layers": how a command line spells it; None: no flag sets it."""
     name = "--" + argument.replace("_", "-")
-    if name in known():
-        return name
     flags = flags_of(argument)
-    return flags[0].name if flags else None
+    now = [flag.name for flag in flags if not flag.gone] or [flag.name for flag in flags]
+    if name in now or (not now and name in known()):
+        return name
+    return now[0] if now else None

@@ -152,13 +152,14 @@ def experts(case: Case) -> Iterator[Finding]:
         message = f"{moe.experts} experts are no multiple of EP {layout.ep}"
         yield case.refused("experts-divide", message, value=layout.ep, layout__ep=legal)
     if layout.tp > 1 and not case.sequence_parallel:
-        message = (
-            f"a mixture of experts under TP {layout.tp} needs {case.name('sequence_parallel')}; "
-            "the configuration only warns"
-        )
-        yield case.refused(
-            "moe-sequence-parallel", message, FIRST_STEP, layout__sequence_parallel=True
-        )
+        message = f"a mixture of experts under TP {layout.tp} needs "
+        message += case.name("sequence_parallel")
+        rule, mended = "moe-sequence-parallel", {"layout__sequence_parallel": True}
+        if case.fact("open"):  # what stands elsewhere may switch it on
+            yield case.changed(rule, f"{message}, or stops in the first step", **mended)
+        else:
+            message += "; the configuration only warns"
+            yield case.refused(rule, message, FIRST_STEP, **mended)
     if moe.bias and layout.etp > 1:
         message = f"biases in experts need ETP 1, not {layout.etp}"
         yield case.refused("expert-bias-etp", message, value=layout.etp, layout__etp=1)

@@ -15,7 +15,7 @@ def train_fields(arguments: Arguments, world: int | None) -> dict[str, Any]:
         world: ranks, where they are known.
     """
     take = arguments.take
-    batch = take("global_batch_size", int, None, "train.global_batch")
+    batch = take("global_batch_size", int, None, "train.global_batch") or _scheduled(arguments)
     length = take("seq_length", int, None, "train.seq_len")
     fields: dict[str, Any] = {
         "train.global_batch": batch,
@@ -71,11 +71,13 @@ def _steps(arguments: Arguments, batch: int | None) -> dict[str, Any]:
 def _optimizer(arguments: Arguments) -> dict[str, Any]:
     take = arguments.take
     kind = take("optimizer", str, "adam", "optimizer", False)
+    peak = take("lr", float, None, "train.learning_rate", False)
+    lowest = None if peak is None else 0.0
     if kind != "adam":
         arguments.note("megatron-optimizer", f"optimizer {kind}; counted as Adam", kind)
     return {
-        "train.learning_rate": take("lr", float, None, "train.learning_rate", False),
-        "train.min_learning_rate": take("min_lr", float, None, "train.min_learning_rate", False),
+        "train.learning_rate": peak,
+        "train.min_learning_rate": take("min_lr", float, lowest, "train.min_learning_rate", False),
         "train.weight_decay": take("weight_decay", float, 0.01, "train.weight_decay", False),
         "train.beta1": take("adam_beta1", float, 0.9, "train.beta1", False),
         "train.beta2": take("adam_beta2", float, 0.999, "train.beta2", False),
@@ -84,13 +86,22 @@ def _optimizer(arguments: Arguments) -> dict[str, Any]:
     }
 
 
+def _scheduled(arguments: Arguments) -> int | None:
+    """The last batch of a schedule, "0:384 200B:768" (samples from a token or sample on)."""
+    text = arguments.take("step_batch_size_schedule", str, None, "train.global_batch", False)
+    last = text.split()[-1].rpartition(":")[2] if text and text.split() else ""
+    if not last.isdecimal() or len(last) > 9:
+        return None
+    arguments.values["global_batch_size"] = int(last)
+    message = f"the batch follows a schedule ({text}); its end is what is described"
+    arguments.note("megatron-batch-schedule", message, text)
+    return int(last)
+
+
 def _other_batches(arguments: Arguments) -> None:
     """Batches that grow: the last one is taken."""
     ramp = arguments.numbers("rampup_batch_size", "train.global_batch while it grows", False)
     if ramp and len(ramp) == 3:
         message = f"the batch grows from {ramp[0]} by {ramp[1]} over {ramp[2]} samples; its end "
         arguments.note("megatron-rampup", f"{message}is what is described", ramp[0])
-    schedule = arguments.take("step_batch_size_schedule", None, None, "train.global_batch", False)
-    if schedule is not None:
-        arguments.note("megatron-batch-schedule", "the batch follows a schedule of steps", schedule)
     arguments.switch("decrease_batch_size_if_needed", False, "batch that dp does not divide")

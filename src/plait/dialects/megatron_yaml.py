@@ -4,6 +4,7 @@ plain arguments by their underscored names.
 Sources: tests/functional_tests/shell_test_utils/_run_training.sh, training/yaml_arguments.py.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,19 @@ from plait.spec.findings import UserError, error
 
 #: Names of the configuration class -> Megatron's arguments.
 CONFIG_NAMES = {"num_moe_experts": "num_experts"}
+#: Names of a trainer that runs the tests of NeMo's -> Megatron's arguments; None: of no matter.
+_RUN = {
+    "max_steps": "train_iters",
+    "devices": None,
+    "num_nodes": None,
+    "val_check_interval": None,
+    "limit_val_batches": None,
+    "limit_test_batches": None,
+    "log_every_n_steps": None,
+    "accumulate_grad_batches": None,
+    "log_dir": None,
+    "precision": None,
+}
 #: `activation_func` of a file for `--yaml-cfg` -> the switch that it is.
 _ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "gelu": None}
 
@@ -33,14 +47,23 @@ def read_yaml(
     Raises:
         UserError: it has none of them.
     """
+    from plait.dialects.megatron import launch_of
+
     whole = tree.read_yaml(source)
     if not isinstance(whole, Mapping):
         raise _not_megatron(source)
-    if isinstance(whole.get("MODEL_ARGS"), Mapping | list):
-        return _functional_test(source, whole, told)
+    if "MODEL_ARGS" in whole:
+        arguments = _merged(whole["MODEL_ARGS"])
+        environment = _variables(whole.get("ENV_VARS")) | dict(environment or {})
+        if any(str(name).startswith("-") for name in arguments):
+            said = [_argument(str(name), value, source.name) for name, value in arguments.items()]
+            return launch_of(said, told, environment)
+        # A test of NeMo's: dotted names, of the same arguments.
+        whole = arguments
     values = list(tree.flat(whole, source.name))
     names = {s.name.rpartition(".")[2] for s in values}
-    arguments = {flag.argument for flag in known().values()} | CONFIG_NAMES.keys()
+    world = world or _devices(values)
+    arguments = {flag.argument for flag in known().values()} | CONFIG_NAMES.keys() | _RUN.keys()
     if not ({"hidden_size", "num_layers", "tensor_model_parallel_size"} & names):
         raise _not_megatron(source)
     paths = _paths(values)
@@ -56,12 +79,20 @@ def read_yaml(
     )  # fmt: skip
 
 
+def _devices(values: list[Setting]) -> int | None:
+    """Devices in all, of a trainer's nodes and devices of a node."""
+    told = {s.name.rpartition(".")[2]: s.value for s in values if s.name.startswith("trainer.")}
+    each, nodes = told.get("devices"), told.get("num_nodes", 1)
+    whole = isinstance(each, int) and isinstance(nodes, int) and 0 < each * nodes < 10**7
+    return each * nodes if whole else None
+
+
 def _paths(values: list[Setting]) -> dict[str, str]:
     """Argument -> the dotted path under which the file has it."""
     found = {}
     for setting in values:
         name = setting.name.rpartition(".")[2]
-        found[CONFIG_NAMES.get(name, name)] = setting.name
+        found[CONFIG_NAMES.get(name, _RUN.get(name) or name)] = setting.name
         switch = _ACTIVATIONS.get(str(setting.value)) if name == "activation_func" else None
         if switch:
             found[switch] = setting.name
@@ -76,24 +107,15 @@ def _switched(setting: Setting, paths: Mapping[str, str]) -> Setting:
     return replace(setting, value=True) if on and isinstance(setting.value, str) else setting
 
 
-def _functional_test(source: Source, whole: Mapping[str, Any], told: Told) -> Launch:
-    """MODEL_ARGS: flag -> value, true for a switch; lists in brackets, "[a b]"."""
-    from plait.dialects.megatron import launch_of
+def _merged(arguments: Any) -> dict[str, Any]:
+    """MODEL_ARGS: flag -> value, true for a switch; or a list of such."""
+    parts = arguments if isinstance(arguments, list) else [arguments]
+    return {k: v for part in parts if isinstance(part, Mapping) for k, v in part.items()}
 
-    arguments = whole["MODEL_ARGS"]
-    if isinstance(arguments, list):
-        merged: dict[str, Any] = {}
-        for part in arguments:
-            merged |= part if isinstance(part, Mapping) else {}
-        arguments = merged
-    said = [_argument(str(name), value, source.name) for name, value in arguments.items()]
-    variables = whole.get("ENV_VARS")
-    environment = {
-        str(name): str(value)
-        for name, value in (variables.items() if isinstance(variables, Mapping) else ())
-        if value is not None
-    }
-    return launch_of(said, told, environment)
+
+def _variables(said: Any) -> dict[str, str]:
+    pairs = said.items() if isinstance(said, Mapping) else ()
+    return {str(name): str(value) for name, value in pairs if value is not None}
 
 
 def _argument(name: str, value: Any, where: str) -> Setting:
@@ -111,8 +133,6 @@ def _argument(name: str, value: Any, where: str) -> Setting:
 
 def _open(value: Any) -> tuple[str, ...]:
     """`${NAME}` in a value: set by whoever runs the test."""
-    import re
-
     if not isinstance(value, str):
         return ()
     return tuple(re.findall(r"\$\{?\w+\}?", value))
