@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
         else:
             print(text(report, question.job))
         return 1
-    written: Written = target.write(question.job)
+    written: Written = question.written(given["to"])
     notes = [*written.notes, *_refused(target, written, question)]
     refused = [f for f in notes if f.level == "error"]
     if given["json"]:

@@ -1,17 +1,18 @@
 """What a command that answers with a REPORT was asked: about a job, said in flags, in a job file
 or in the words of another system."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from plait.cli.arguments import FLAGS
-from plait.dialects import dialect
-from plait.dialects.launch import Launch, Told
-from plait.dialects.nearest import nearest_legal, smallest_world
+from plait.cost.serving import Serving, on
+from plait.dialects import SERVING, dialect
+from plait.dialects.launch import Launch, Told, Written
+from plait.dialects.nearest import nearest_legal, of_training, smallest_world
 from plait.dialects.source import source_of
-from plait.rules import check
+from plait.rules import serving as serving_rules
 from plait.spec import presets
 from plait.spec.findings import LEVELS, Finding, UserError, error
 from plait.spec.job import Job
@@ -42,13 +43,30 @@ class Question:
     def illegal(self) -> bool:
         return any(f.level == "error" for f in (*self.own, *self.findings))
 
+    @property
+    def serving(self) -> Serving | None:
+        """How an engine uses the ranks; None for training."""
+        told = self.launch.serving if self.launch else None
+        return on(told, self.job.layout) if told else None
+
     def report(self) -> dict[str, Any]:
         """The REPORT. What only the target refuses is computed all the same, but fits nowhere."""
         from plait.report.build import report
 
         world = None if self.draft.degrees else self.draft.world
-        serving = self.launch.serving if self.launch else None
-        return self.completed(report(self.job, self.findings, world, serving))
+        return self.completed(report(self.job, self.findings, world, self.serving))
+
+    def written(self, name: str, job: Job | None = None) -> Written:
+        """The job in the words of a dialect, with what the launch chose beside its layout where
+        it serves.
+
+        Args:
+            job: another than the one that was asked about.
+        """
+        job, told = job or self.job, self.launch.serving if self.launch else None
+        if name in SERVING and told is not None:
+            return dialect(name).write(job, on(told, job.layout))
+        return dialect(name).write(job)
 
     def completed(self, answer: dict[str, Any]) -> dict[str, Any]:
         """A REPORT of the job, with what the dialect has to say: what it says of a rule
@@ -86,8 +104,12 @@ def asked(
     return _question(made, findings)
 
 
-def _question(made: Draft, wrong: Sequence[Finding]) -> Question:
-    found = check(made.job, "plan") if made.job is not None else []
+def _question(
+    made: Draft,
+    wrong: Sequence[Finding],
+    judge: Callable[[Job], list[Finding]] = of_training,
+) -> Question:
+    found = judge(made.job) if made.job is not None else []
     # A file that cannot be read is a wrong question, not a layout that is illegal.
     wrong = [*wrong, *(f for f in found if f.rule == "unreadable")]
     said = {(f.where, f.message) for f in (*wrong, *made.findings)}
@@ -140,16 +162,40 @@ def launched(
         message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
         wrong.append(error("model", None, message, rule="no-model"))
         made = replace(made, findings=[f for f in made.findings if f.rule != "no-model"])
-    question = _question(made, wrong)
+    judge = _judge(launch)
+    question = replace(_question(made, wrong, judge), launch=launch)
     own = [*launch.findings, *language.check(launch, question.job), *notes]
     own += _strangers(launch, name)
     about = _about(name, language.VERSION, launch, source.name)
     refusals = [f for f in own if f.level == "error"]
     if refusals or question.illegal:
-        legal = nearest_legal(fields, refusals)
-        written = language.write(legal) if legal else None
-        about["legal"] = written.files if written else None
-    return replace(question, own=own, source=about, launch=launch)
+        again = judge if launch.serving is None else _again(judge, language, launch)
+        settle = getattr(language, "settle", dict)
+        legal = nearest_legal(fields, refusals, again, settle)
+        about["legal"] = question.written(name, legal).files if legal else None
+    return replace(question, own=own, source=about)
+
+
+def _judge(launch: Launch) -> Callable[[Job], list[Finding]]:
+    """What plait's rules say of a job: those of training, or those of serving."""
+    serving = launch.serving
+    if serving is None:
+        return of_training
+    return lambda job: serving_rules.check(job, on(serving, job.layout))
+
+
+def _again(
+    judge: Callable[[Job], list[Finding]], language: Any, launch: Launch
+) -> Callable[[Job], list[Finding]]:
+    """`judge`, and what a serving engine itself refuses of a changed layout. What its options say
+    of nodes and balancers is written anew, so only what suggests another layout counts."""
+
+    def both(job: Job) -> list[Finding]:
+        own = language.check(launch, job)
+        return [*judge(job), *(f for f in own if any("." in key for key in f.suggest)
+                               and not any(key.startswith("-") for key in f.suggest))]  # fmt: skip
+
+    return both
 
 
 def _variables(said: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,22 @@ from plait.spec.model import Model
 
 
 @dataclass(frozen=True)
+class Counted:
+    """A limit that a person sets, and what it counts.
+
+    Attributes:
+        option: as the engine spells it. field: of `Serving`. what: it counts.
+        each: "rank" (of each data-parallel rank), "engine" (of all attention-DP ranks together,
+            which share it out) or "request".
+    """
+
+    option: str
+    field: str
+    what: str
+    each: str
+
+
+@dataclass(frozen=True)
 class Engine:
     """What engines do each in its own way.
 
@@ -24,6 +40,7 @@ class Engine:
             working memory fit into it), "static" (weights and cache do) or "free" (the cache
             does, in what weights and working memory leave).
         block: tokens of a block of the cache, by default.
+        limits: what a person may limit.
         vocabulary: rows of embedding and head are padded to a multiple of it.
         any_experts: experts need not divide over their ranks.
     """
@@ -34,6 +51,7 @@ class Engine:
     fraction: float | None
     of: str
     block: int
+    limits: tuple[Counted, ...]
     vocabulary: int = 64
     any_experts: bool = False
 
@@ -43,10 +61,47 @@ class Engine:
 #: TensorRT-LLM: mapping.py pp_layers (torch.tensor_split), KvCacheConfig.
 ENGINES = {
     "vllm": Engine(
-        "vLLM", ("tp", "cp", "pp", "dp"), "middle", 0.92, "device", 16, any_experts=True
+        "vLLM",
+        ("tp", "cp", "pp", "dp"),
+        "middle",
+        0.92,
+        "device",
+        16,
+        (
+            Counted("--max-num-seqs", "max_requests", "requests running at once", "rank"),
+            Counted("--max-num-batched-tokens", "max_tokens", "tokens of a step", "rank"),
+            Counted("--max-model-len", "max_len", "tokens of prompt and answer", "request"),
+        ),
+        any_experts=True,
     ),
-    "sglang": Engine("SGLang", ("tp", "cp", "dp", "pp"), "last", None, "static", 1),
-    "trtllm": Engine("TensorRT-LLM", ("tp", "dp", "cp", "pp"), "first", 0.9, "free", 32),
+    "sglang": Engine(
+        "SGLang",
+        ("tp", "cp", "dp", "pp"),
+        "last",
+        None,
+        "static",
+        1,
+        (
+            Counted("--max-running-requests", "max_requests", "requests running at once", "engine"),
+            Counted(
+                "--chunked-prefill-size", "max_tokens", "tokens of a prompt chunk", "engine"
+            ),
+            Counted("--context-length", "max_len", "tokens of prompt and answer", "request"),
+        ),
+    ),
+    "trtllm": Engine(
+        "TensorRT-LLM",
+        ("tp", "dp", "cp", "pp"),
+        "first",
+        0.9,
+        "free",
+        32,
+        (
+            Counted("--max_batch_size", "max_requests", "requests running at once", "rank"),
+            Counted("--max_num_tokens", "max_tokens", "tokens of a step", "rank"),
+            Counted("--max_seq_len", "max_len", "tokens of prompt and answer", "request"),
+        ),
+    ),
 }
 
 
@@ -56,13 +111,16 @@ class Limit:
 
     Attributes:
         option: as the engine spells it. value: None where the engine finds it out at start.
-        counts: what, and of how many ranks.
+        counts: what, and of how many ranks. per: "rank", "engine" or "request", see `Counted`.
+        of_rank: of one data-parallel rank.
         in_all: over all data-parallel ranks and replicas of the launch.
     """
 
     option: str
     value: int | None
     counts: str
+    per: str
+    of_rank: int | None
     in_all: int | None
 
 
@@ -84,8 +142,8 @@ class Serving:
         dtype: of activations and of weights that are not quantised.
         weights: a scheme of `serving_memory.SCHEMES`. kv_dtype: as the engine spells it.
         max_len: longest request, tokens of prompt and answer (None: the model's own).
-        max_requests, max_tokens: most requests, and tokens, of one step and attention-DP rank
-            (None: the engine's default).
+        max_requests, max_tokens: most requests, and tokens, of one step, as the engine counts
+            them (see `limits`; None: what it finds out at start).
         fraction: of memory, see `Engine`. block: tokens of a block of the cache.
         interleave: tokens that lie together on one of the kv_cp ranks.
         redundant: copies of experts beyond one of each. balanced: the engine moves experts.
@@ -96,7 +154,6 @@ class Serving:
             queries of all.
         moe_tokens_cut: tokens are split over attn_tp between attention and experts.
         node: devices of a node, where the launch says so. nodes: how many.
-        limits: what a person limited, and what the engine does by default.
     """
 
     engine: str
@@ -133,7 +190,6 @@ class Serving:
     moe_tokens_cut: bool = False
     node: int | None = None
     nodes: int = 1
-    limits: tuple[Limit, ...] = ()
 
     @property
     def kind(self) -> Engine:
@@ -227,6 +283,33 @@ def _trtllm(s: Serving) -> Serving:
 
 
 _OWN = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
+
+
+def limits(serving: Serving) -> list[Limit]:
+    """What its limits count, of a rank and in all."""
+    found = []
+    for c in serving.kind.limits:
+        value = getattr(serving, c.field)
+        if c.each == "request":
+            found.append(Limit(c.option, value, f"{c.what} of one request", c.each, value, None))
+            continue
+        of_rank = value
+        if c.each == "engine" and value is not None:
+            of_rank = max(1, value // serving.attn_dp)
+        ranks = serving.attn_dp * serving.replicas
+        whose = f"of each of {ranks} data-parallel ranks" if ranks > 1 else "in all"
+        if c.each == "engine" and ranks > 1:
+            whose = f"of an engine, shared out over its {serving.attn_dp} attention-DP ranks"
+            whose += f", {serving.replicas} engines" if serving.replicas > 1 else ""
+        whole = None if of_rank is None else of_rank * ranks
+        found.append(Limit(c.option, value, f"{c.what}, {whose}", c.each, of_rank, whole))
+    return found
+
+
+def of_rank(serving: Serving, field: str) -> int | None:
+    """A limit of one data-parallel rank."""
+    options = {c.option: c.field for c in serving.kind.limits}
+    return next((x.of_rank for x in limits(serving) if options[x.option] == field), None)
 
 
 def stage_layers(serving: Serving, model: Model) -> tuple[int, ...]:

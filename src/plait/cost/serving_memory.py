@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from plait.cost.device import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from plait.cost.serving import Serving, stage_layers
+from plait.cost.serving import Serving, of_rank, stage_layers
 from plait.spec.job import DTYPE_BYTES
 from plait.spec.model import Model
 from plait.spec.parameters import Parameter, parameters
@@ -220,7 +220,8 @@ REQUESTS, TOKENS = 256, 8192
 def working_bytes(model: Model, serving: Serving) -> list[int]:
     """What a step of the most tokens needs beside weights and cache, for each stage: an estimate
     of the stream, of the widest map of a layer, and of the logits of the most requests."""
-    tokens, requests = serving.max_tokens or TOKENS, serving.max_requests or REQUESTS
+    tokens = of_rank(serving, "max_tokens") or TOKENS
+    requests = of_rank(serving, "max_requests") or REQUESTS
     width = DTYPE_BYTES.get(serving.dtype, 2)
     gates = 2 if model.gated else 1
     maps = [(model.heads + 2 * model.kv_heads) * model.head_dim // serving.attn_tp]

@@ -7,6 +7,11 @@ A dialect is a module with
     def check(launch, job) -> findings   # the target's own rules, on the whole job
     def write(job) -> Written            # the reverse, with a note for what it cannot say
 
+A dialect of serving reads what an engine does with its ranks into `Launch.serving`, takes it in
+`write(job, serving)` too, and has
+
+    def settle(fields) -> fields         # a changed launch, with what it derives derived anew
+
 Reading never runs anything, and never stops at the first problem. Nothing here imports torch.
 """
 
@@ -28,6 +33,9 @@ DIALECTS = {
     "sglang": "SGLang",
     "trtllm": "TensorRT-LLM",
 }
+
+#: Those of serving.
+SERVING = frozenset({"vllm", "sglang", "trtllm"})
 
 
 def dialect(name: str, where: str = "from") -> ModuleType:

@@ -1,6 +1,6 @@
 """What a launch would be if it were legal, or if it said on how many devices it runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from plait.rules import check
@@ -15,22 +15,34 @@ _ROUNDS = 12
 _MULTIPLES = 4096
 
 
-def nearest_legal(fields: Mapping[str, Any], refusals: Sequence[Finding]) -> Job | None:
+def of_training(job: Job) -> list[Finding]:
+    """What plait's rules say of a job that trains."""
+    return check(job, "plan")
+
+
+def nearest_legal(
+    fields: Mapping[str, Any],
+    refusals: Sequence[Finding],
+    judge: Callable[[Job], Iterable[Finding]] = of_training,
+    settle: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+) -> Job | None:
     """The job that comes out where every error is put right as it suggests; None where that leads
     nowhere.
 
     Args:
         fields: dotted path -> value, of the launch and the flags. refusals: errors of the
             target's own: what these suggest is done first.
+        judge: what is wrong with a job. settle: derives anew what the target derives of the rest.
     """
     known, fields = job_paths(), dict(fields)
     for finding in refusals:
         fields |= {path: value for path, value in finding.suggest.items() if path in known}
     for _ in range(_ROUNDS):
+        fields = dict(settle(fields))
         made = draft("plan", None, fields)
         wrong = list(made.findings)
         if made.job is not None:
-            wrong += [f for f in check(made.job, "plan") if f.level == "error"]
+            wrong += [f for f in judge(made.job) if f.level == "error"]
         if not wrong:
             return made.job
         cure = next((f.suggest for f in wrong if f.suggest), None)

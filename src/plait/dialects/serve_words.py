@@ -112,7 +112,8 @@ def _in_words(
         # A command in one word: ssh node "vllm serve ...", tmux new -d "...".
         named = any(c in word.text for c in (*program.commands, *program.modules))
         if depth < _DEEPEST and named and re.search(r"\s", word.text):
-            yield from _script(Source(word.text, source.name), program, depth + 1)
+            inner = replace(source, text=word.text, path=None)
+            yield from _script(inner, program, depth + 1)
             return
 
 
@@ -169,7 +170,7 @@ def _argv(text: str, source: Source) -> list[str]:
         except ValueError:
             found = []
         return [str(part) for part in found] if isinstance(found, list) else []
-    commands = shell.read(Source(text, source.name)).commands
+    commands = shell.read(replace(source, text=text, path=None)).commands
     return [word.text for word in commands[0].words] if commands else []
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.cost.serving import Limit, Serving, on
+from plait.cost.serving import Serving, on
 from plait.dialects import serve_options as options
 from plait.dialects.launch import Launch, Told, changed, note, refused
 from plait.dialects.serve_options import count, degree, switch
@@ -67,7 +67,7 @@ def read(source: Source, told: Told) -> Launch:
     serving, of_file = _serving(settings, stored, model, facts, options.cluster_of(told))
     fields |= _fields(own, serving, told)
     roles = Layout(**{k: v for k, v in own.items() if k != "stages"})
-    serving = replace(on(serving, roles), limits=())
+    serving = on(serving, roles)
     notes += of_file + _changes(settings, facts, serve.environment)
     if len(found) > 1:
         words = f"{len(found)} servers are started here; this is the first of them"
@@ -201,21 +201,6 @@ def defaults(cluster: Cluster | None) -> tuple[int | None, int | None]:
     if gib >= 70 and "a100" not in cluster.device.lower():
         return 1024, 8192
     return 256, 2048
-
-
-def limits(serving: Serving) -> tuple[Limit, ...]:
-    """What its limits count."""
-    engines = serving.attn_dp * serving.replicas
-    each = "of each data-parallel rank" if engines > 1 else "in all"
-    requests, tokens = serving.max_requests, serving.max_tokens
-    return (
-        Limit("--max-num-seqs", requests, f"requests running at once, {each}",
-              requests and requests * engines),
-        Limit("--max-num-batched-tokens", tokens, f"tokens of a step, {each}",
-              tokens and tokens * engines),
-        Limit("--max-model-len", serving.max_len, "tokens of one request, prompt and answer",
-              None),
-    )  # fmt: skip
 
 
 def _fields(own: Mapping[str, Any], serving: Serving, told: Told) -> dict[str, Any]:

@@ -14,8 +14,11 @@ from plait.cost.dtypes import dtypes_of
 from plait.cost.links import far_axes
 from plait.cost.memory import memory
 from plait.cost.recipes import recipe_of
-from plait.cost.serving import Serving
+from plait.cost.serving import Serving, limits, stage_layers
 from plait.cost.traffic import traffic
+from plait.report.serving import grids as serving_grids
+from plait.report.serving import memory as serving_memory
+from plait.report.serving import section
 from plait.schedules.job import timeline
 from plait.spec.buckets import shards_of
 from plait.spec.chunks import chunk_layers
@@ -59,17 +62,32 @@ def report(
     when that moment is at its fullest. A layout fits where peak + reserved + context <= device.
     Traffic is bytes of one rank in one optimizer step.
     """
-    layout, batch, model = job.layout, job.batch, job.model
+    layout, model = job.layout, job.model
     legal = all(f.level != "error" for f in findings)
-    held = _memory(job) if legal else _unknown_memory(job)
-    fits = held["margin_bytes"] is None or held["margin_bytes"] >= 0
+    if serving is None:
+        held = _memory(job) if legal else _unknown_memory(job)
+        own = _training(job, legal, held)
+    else:
+        own = _serving(job, legal, serving, findings)
+    margin = own["memory"]["margin_bytes"]
+    fits = margin is None or margin >= 0
     return {
         "model": asdict(model)
         | {"parameters": parameter_count(model), "active_parameters": active_count(model)},
         "cluster": None if job.cluster is None else asdict(job.cluster),
         "world": layout.world if world is None else world,
-        "layout": _layout(job, legal, world),
-        "grids": _grids(layout) if world is None else {"dense": None, "expert": None},
+        "layout": _layout(job, legal, world, serving),
+        "grids": _grids(layout, serving) if world is None else {"dense": None, "expert": None},
+        "findings": [asdict(f) for f in findings],
+        "fits": (None if job.cluster is None else fits) if legal else False,
+        "time": dict.fromkeys(_TIMES),
+    } | own
+
+
+def _training(job: Job, legal: bool, held: dict[str, Any]) -> dict[str, Any]:
+    """What a step of training holds and sends."""
+    batch = job.batch
+    return {
         "context": _context(job) if legal else None,
         "batch": {
             "micro": batch.micro,
@@ -80,25 +98,50 @@ def report(
             "dtype": job.train.dtype,
             "grad_dtype": dtypes_of(job).grad if legal else job.train.grad_dtype,
         },
-        "findings": [asdict(f) for f in findings],
-        "fits": (None if job.cluster is None else fits) if legal else False,
         "memory": held,
         "traffic": _traffic(job) if legal else None,
         "bubble": _bubble(job) if legal else dict.fromkeys(_BUBBLES),
-        "time": dict.fromkeys(_TIMES),
         "serving": None,
     }
 
 
-def _layout(job: Job, legal: bool, world: int | None) -> dict[str, Any]:
+def _serving(
+    job: Job, legal: bool, serving: Serving, findings: Sequence[Finding]
+) -> dict[str, Any]:
+    """What serving holds; there is no step of training, and its batch is what runs at once."""
+    asked = {x.option: x for x in limits(serving)}
+    requests, tokens = (asked[c.option] for c in serving.kind.limits[:2])
+    return {
+        "context": None,
+        "batch": {
+            "micro": None,
+            "global": requests.in_all,
+            "accumulation": None,
+            "seq_len": serving.max_len or job.model.seq,
+            "tokens_per_step": tokens.of_rank,
+            "dtype": serving.dtype,
+            "grad_dtype": None,
+        },
+        "memory": serving_memory(job, serving) if legal else _unknown_memory(job),
+        "traffic": None,
+        "bubble": dict.fromkeys(_BUBBLES),
+        "serving": section(job, serving, findings, legal),
+    }
+
+
+def _layout(job: Job, legal: bool, world: int | None, serving: Serving | None) -> dict[str, Any]:
     """Every field; what cannot be derived of an illegal layout is None."""
-    derived = {"stages": _stages(job)} if legal else {}
+    derived: dict[str, Any] = {"stages": _stages(job)} if legal else {}
+    if legal and serving is not None and job.layout.pp > 1:
+        derived = {"stages": list(stage_layers(serving, job.model))}
     if world not in (None, job.layout.world):
         derived |= {"dp_replicate": None, "dp_shard": None}
     return asdict(job.layout) | derived
 
 
-def _grids(layout: Layout) -> dict[str, dict[str, int]]:
+def _grids(layout: Layout, serving: Serving | None) -> dict[str, dict[str, int]]:
+    if serving is not None:
+        return serving_grids(layout, serving)
     return {"dense": _sizes(dense_grid(layout)), "expert": _sizes(expert_grid(layout))}
 
 

@@ -48,7 +48,8 @@ class Layout:
         zero: 0 nothing sharded, 1 optimizer states, 2 gradients too, 3 parameters too.
         micro_batch: samples in one forward pass of one data-parallel rank.
         recompute: "none", "full" or "selective:<module>,...".
-        dcp: decode context parallel degree (serving only).
+        dcp: decode context parallel degree (serving only): ranks of tp that share a cache; with cp
+            it may be cp, or tp x cp.
     """
 
     tp: int = 1
@@ -120,7 +121,7 @@ class Layout:
 
         if sound("cp", "ulysses"):
             findings += _check_factor(told, "ulysses", "cp")
-        if sound("tp", "dcp"):
+        if sound("tp", "cp", "dcp") and told.get("dcp", 1) not in _whole_context(told):
             findings += _check_factor(told, "dcp", "tp")
         if sound("pp", "vpp", "stages"):
             findings += _check_stages(told)
@@ -255,6 +256,12 @@ def _check_factor(given: Mapping[str, Any], part: str, whole: str) -> list[Findi
     message = f"{part} {value} does not divide {whole} {total}"
     legal = nearest(value, divisors(total))
     return [error(f"layout.{part}", value, message, legal, "degrees-divide")]
+
+
+def _whole_context(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """With prefill context parallelism, decode may span its ranks, or all that tp and cp have."""
+    tp, cp = given.get("tp", 1), given.get("cp", 1)
+    return (cp, tp * cp) if cp > 1 else ()
 
 
 def _check_stages(given: Mapping[str, Any]) -> list[Finding]:
