@@ -118,6 +118,9 @@ def _of_variables(source: Source) -> list[Setting]:
     if not found:
         message = "no command of Megatron-LM (torchrun ... pretrain_gpt.py --num-layers ...)"
         raise UserError([error("from", source.name, message, rule="no-command")])
+    tokenizer = script.variables.get("TOKENIZER_MODEL") or script.variables.get("HF_MODEL_CKPT")
+    if tokenizer and all(s.name != "--tokenizer-model" for s in found):
+        found.append(Setting("--tokenizer-model", tokenizer, f"{source.name}: TOKENIZER_MODEL"))
     return found
 
 
@@ -143,7 +146,12 @@ def launch_of(
     found = list(found)
     settings = Settings(said, told.given)
     understood = understand(settings, told, world=world)
-    facts = understood.facts | {"open": open_words}
+    serves = any(word in program for word in ("inference", "generation", "server"))
+    if serves:
+        message = "this runs a model; described is training it under the same layout"
+        found.append(note(_TARGET, "megatron-inference", message))
+    elsewhere = open_words or bool(understood.facts.get("use_checkpoint_args"))
+    facts = understood.facts | {"open": elsewhere, "inference": serves}
     fields = understood.fields
     for setting in settings.said.values():
         flag = known().get(setting.name)

@@ -151,7 +151,7 @@ def experts(case: Case) -> Iterator[Finding]:
         legal = nearest(layout.ep, divisors(moe.experts))
         message = f"{moe.experts} experts are no multiple of EP {layout.ep}"
         yield case.refused("experts-divide", message, value=layout.ep, layout__ep=legal)
-    if layout.tp > 1 and not case.sequence_parallel:
+    if layout.tp > 1 and not case.sequence_parallel and not case.fact("inference"):
         message = f"a mixture of experts under TP {layout.tp} needs "
         message += case.name("sequence_parallel")
         rule, mended = "moe-sequence-parallel", {"layout__sequence_parallel": True}
@@ -327,8 +327,10 @@ def connections(case: Case) -> Iterator[Finding]:
         yield case.changed("connections-overlap", message, value)
         return
     message = f"TP or CP needs {name}=1 before Blackwell"
-    if value is not None:
+    if value is not None and cluster:
         yield case.refused("connections", f"{message}, not {value}", value=value)
+    elif value is not None:
+        yield case.changed("connections", f"{message}, not {value}, or it stops at start")
     else:
         on = f" (as {cluster.device} is)" if cluster else ""
         yield case.changed(

@@ -31,6 +31,7 @@ _RUN = {
     "accumulate_grad_batches": None,
     "log_dir": None,
     "precision": None,
+    "bias_activation_fusion": None,
 }
 #: `activation_func` of a file for `--yaml-cfg` -> the switch that it is.
 _ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "gelu": None}
@@ -52,14 +53,16 @@ def read_yaml(
     whole = tree.read_yaml(source)
     if not isinstance(whole, Mapping):
         raise _not_megatron(source)
+    partial = False
     if "MODEL_ARGS" in whole:
         arguments = _merged(whole["MODEL_ARGS"])
         environment = _variables(whole.get("ENV_VARS")) | dict(environment or {})
         if any(str(name).startswith("-") for name in arguments):
             said = [_argument(str(name), value, source.name) for name, value in arguments.items()]
-            return launch_of(said, told, environment)
+            mode = "inference.py" if whole.get("MODE") == "inference" else ""
+            return launch_of(said, told, environment, program=mode)
         # A test of NeMo's: dotted names, of the same arguments.
-        whole = arguments
+        whole, partial = arguments, True
     values = list(tree.flat(whole, source.name))
     names = {s.name.rpartition(".")[2] for s in values}
     world = world or _devices(values)
@@ -72,7 +75,7 @@ def read_yaml(
     understood = understand(settings, told, lambda name: paths.get(name, name), world)
     names = arguments | {underscored(name) for name in known()}
     heard = {s.name for s in said if s.name.rpartition(".")[2] in names}
-    facts = understood.facts | {"spell": lambda name: paths.get(name, name)}
+    facts = understood.facts | {"spell": lambda name: paths.get(name, name), "open": partial}
     return Launch(
         understood.fields, settings, heard | names, list(understood.findings),
         dict(environment or {}), facts=facts,
