@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def _split(run: launchers.Run, script: shell.Script) -> tuple[list[Word], dict[s
         return words, environment
     at = next((i for i, w in enumerate(words) if w.text in ("pretrain", "posttrain")), None)
     before = words if at is None else words[:at]
-    for flag, word in zip(before, before[1:], strict=False):
+    for flag, word in pairwise(before):
         if flag.text == "--env" and "=" in word.text:
             name, _, value = word.text.partition("=")
             if not word.open:

@@ -151,7 +151,7 @@ def read_experiment(source: Source, environment: Mapping[str, str], suite: str =
         UserError: not an experiment, or of a backend that is not read here: one line.
     """
     variables = Variables(environment)
-    tree, opened = _loaded(source, variables, 0)
+    tree = _loaded(source, variables, 0)
     modules = tree.get("modules")
     if not isinstance(modules, Mapping) or not modules:
         raise _wrong(source, "no Primus experiment: it has no table `modules`")
@@ -180,7 +180,7 @@ def read_experiment(source: Source, environment: Mapping[str, str], suite: str =
         own = {k: v for k, v in body.items() if k not in RESERVED}
     params = body.get("params")
     whole = own | (dict(params) if isinstance(params, Mapping) else {}) | dict(values)
-    said = tuple(_settings(whole, framework, opened))
+    said = tuple(_settings(whole, framework))
     block = tree.get("env")
     sets = {str(k): str(v) for k, v in block.items()} if isinstance(block, Mapping) else {}
     return Experiment(
@@ -247,9 +247,7 @@ def _stem(name: Any) -> str:
     return str(name).removesuffix(".yaml").removesuffix(".yml") if name is not None else ""
 
 
-def _settings(
-    tree: Mapping[str, Any], framework: str, opened: Mapping[int, tuple[str, ...]], where: str = ""
-) -> Iterator[Setting]:
+def _settings(tree: Mapping[str, Any], framework: str, where: str = "") -> Iterator[Setting]:
     """A setting for each key; TorchTitan's sections by dotted paths, Megatron's keys are flat."""
     leaves = flat(tree, where) if framework == "torchtitan" else _level(tree, where)
     for leaf in leaves:
@@ -277,19 +275,20 @@ def _open_in(value: Any) -> tuple[str, ...]:
 # Files over files
 
 
-def _loaded(source: Source, variables: Variables, depth: int) -> tuple[dict[str, Any], Any]:
+def _loaded(source: Source, variables: Variables, depth: int) -> dict[str, Any]:
     """A file over those that it extends."""
     tree = read_yaml(source)
     if not isinstance(tree, Mapping):
         raise _wrong(source, "no Primus experiment: the file is no table")
-    tree = {str(k): variables.put_in(v)[0] for k, v in tree.items()}
+    names = Variables(variables.environment)  # what the run is called decides nothing
+    tree = {str(k): (names if k in REQUIRED else variables).put_in(v)[0] for k, v in tree.items()}
     merged: dict[str, Any] = {}
     for name in _extended(tree):
         if depth >= _DEEPEST:
             raise _wrong(source, f"files that extend one another more than {_DEEPEST} deep")
-        below, _ = _loaded(source.beside(str(name)), variables, depth + 1)
+        below = _loaded(source.beside(str(name)), variables, depth + 1)
         merged = merge(merged, below)
-    return merge(merged, {k: v for k, v in tree.items() if k != "extends"}), {}
+    return merge(merged, {k: v for k, v in tree.items() if k != "extends"})
 
 
 def _extended(tree: Mapping[str, Any]) -> list[Any]:
@@ -322,8 +321,8 @@ def _preset(
         path = root / kind / framework / f"{name}.yaml"
         if ".." in Path(name).parts or not path.is_file():
             continue
-        tree, _ = _loaded(read_file(path), variables, 1)
-        return [replace(s, where=where) for s in _settings(tree, framework, {})]
+        tree = _loaded(read_file(path), variables, 1)
+        return [replace(s, where=where) for s in _settings(tree, framework)]
     known = presets(framework, kind)
     if name not in known:
         near = closest(name.rpartition("/")[2], known)

@@ -5,6 +5,7 @@ Arguments go into Megatron's namespace by their names there: a flag's other spel
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -18,14 +19,16 @@ from plait.dialects.megatron_rules import rules
 from plait.dialects.primus_config import Experiment
 from plait.dialects.settings import Setting, Settings
 from plait.spec import presets
-from plait.spec.findings import Finding, UserError
+from plait.spec.findings import Finding
 from plait.spec.job import Job
+from plait.spec.jobfile import draft
+from plait.spec.model import Model
 
 TARGET = "Primus"
 #: The vocabulary of mock data where the file says none (args/mock_data_patches.py).
 MOCK_VOCAB = 131_072
-#: Devices of a node where nothing says otherwise (runner/primus-cli-direct.sh).
-GPUS_PER_NODE = 8
+#: Who carries tokens to experts, where DeepEP does.
+_BACKEND = "PRIMUS_TURBO_MOE_DISPATCH_COMBINE_BACKEND"
 
 #: Options of Primus alone that decide one of its rules: name -> (kind, default, what it is).
 _OWN: dict[str, tuple[Any, Any, str]] = {
@@ -55,8 +58,6 @@ _ASIDE: dict[str, tuple[Any, Any, str]] = {
     "moe_router_dtype": (str, None, "dtype of the router"),
     "model_type": (str, "gpt", "which model is built"),
     "is_hybrid_model": (bool, False, "layers that are not all attention"),
-    "fp8": (str, None, "matrix products in float8"),
-    "fp4": (str, None, "matrix products in float4"),
     "virtual_pipeline_model_parallel_size": (int, None, "nothing: it is computed anew"),
 }
 
@@ -111,11 +112,32 @@ def read(
     fields, facts = dict(understood.fields), understood.facts | own
     fields |= _layout(fields, facts, told)
     fields |= _named(experiment, fields, told)
-    if told.model is not None:
+    if told.model is not None or _draws(facts, experiment):
         fields = {k: v for k, v in fields.items() if k.partition(".")[0] != "model"}
+    facts["sequence_parallel_said"] = facts.get("sequence_parallel")
+    if fields.get("layout.tp") == 1:  # args/sequence_parallel_tp1_patches.py
+        facts["sequence_parallel"] = False
     found += [*understood.findings, *_notes(experiment, facts, fields, told)]
+    if facts.get("recompute_num_layers") == 0:
+        found = [f for f in found if f.rule != "megatron-recompute-block"]
     _settle(settings, experiment, command)
-    return Launch(fields, settings, known(), found, dict(environment), None, facts)
+    connections = _connections(facts, environment)
+    return Launch(fields, settings, known(), found, connections, None, facts)
+
+
+def _draws(facts: Mapping[str, Any], experiment: Experiment) -> bool:
+    """A model of pictures: none that plait describes, so it is asked for."""
+    kinds = (str(facts.get("model_type")), experiment.trainer_class.lower())
+    return any(kind.startswith(("flux", "diffusion")) for kind in kinds)
+
+
+def _connections(facts: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment as Primus leaves it (patches/env_patches.py)."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    kinds = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp")
+    if any(facts.get(kind) for kind in kinds):
+        return {**environment, name: "8"}
+    return {name: "1", **environment}
 
 
 def _take(settings: Settings, name: str, kind: Any, default: Any, means: str) -> Any:
@@ -140,7 +162,7 @@ def _settle(settings: Settings, experiment: Experiment, command: Collection[Sett
 
 
 def _vocabulary(settings: Settings, own: Mapping[str, Any], told: Told) -> list[Finding]:
-    """The vocabulary: made-up data has its own tokenizer; a tokenizer's name says it otherwise."""
+    """Made-up data has its own tokenizer (args/mock_data_patches.py)."""
     said = settings.said.get("vocab_size")
     if told.model is not None or (said is not None and (said.value is not None or said.open)):
         return []
@@ -149,24 +171,7 @@ def _vocabulary(settings: Settings, own: Mapping[str, Any], told: Told) -> list[
         settings.said["tokenizer_type"] = Setting("tokenizer_type", "NullTokenizer", "mock_data")
         message = f"mock_data takes a tokenizer of {MOCK_VOCAB} words in place of the model's own"
         return [note(TARGET, "primus-mock-vocabulary", message, MOCK_VOCAB)]
-    model = settings.said.get("tokenizer_model")
-    vocab = vocabulary(model.value) if model is not None and not model.open else None
-    if vocab is not None:
-        settings.said["vocab_size"] = Setting("vocab_size", vocab, "tokenizer_model")
     return []
-
-
-def vocabulary(tokenizer: Any) -> int | None:
-    """Rows of the embedding of the model that a tokenizer is published with."""
-    named = huggingface_names.named(tokenizer) if isinstance(tokenizer, str) else None
-    if named is None:
-        return None
-    if "model.vocab" in named.fields:
-        return int(named.fields["model.vocab"])
-    try:
-        return presets.model(named.fields["model"]).vocab if "model" in named.fields else None
-    except UserError:
-        return None
 
 
 def _replicas(settings: Settings, own: Mapping[str, Any]) -> list[Finding]:
@@ -213,13 +218,39 @@ def layer_ids(said: Any) -> tuple[tuple[int, ...] | None, bool]:
 
 
 def _named(experiment: Experiment, fields: Mapping[str, Any], told: Told) -> dict[str, Any]:
-    """What the model is called: plait's name where its preset is the same model."""
-    if told.model is not None or "model.layers" not in fields or "model" in fields:
-        return {}
+    """What the model is called: plait's name where its preset is the same but for words and
+    length, or else the name of Primus' preset."""
     stem = experiment.model.rpartition("/")[2]
-    if not stem or "$" in stem:
+    if told.model is not None or "model.layers" not in fields or not stem or "$" in stem:
         return {}
-    return {"model.name": stem}
+    named = huggingface_names.named(stem)
+    preset = named.fields.get("model") if named is not None else None
+    if preset is None:
+        return {"model.name": stem}
+    said = {k: v for k, v in fields.items() if k.startswith("model.")}
+    alone, over = (_model(said | {"model.name": name}) for name in (stem, preset))
+    if alone is None or over is None or _sizes(alone) != _sizes(presets.model(preset)):
+        return {"model.name": stem}
+    # What the preset has and the launch does not is taken off again.
+    off = {
+        f"model.{f.name}": "none" if getattr(alone, f.name) is None else getattr(alone, f.name)
+        for f in dataclass_fields(Model)
+        if f.name != "name" and getattr(alone, f.name) != getattr(over, f.name)
+    }
+    plain = all(isinstance(value, str | int | float) for value in off.values())
+    return {"model.name": preset} | off if plain else {"model.name": stem}
+
+
+def _sizes(model: Model) -> tuple[Any, ...]:
+    """What makes a model the one that it is known as."""
+    moe = model.moe and (model.moe.experts, model.moe.topk, model.moe.ffn, model.moe.first_dense)
+    shape = (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim, model.ffn)
+    return *shape, model.mlp, model.tied, moe, model.mla
+
+
+def _model(fields: Mapping[str, Any]) -> Model | None:
+    made = draft("plan", None, {**fields, "ranks": 1})
+    return made.job.model if made.job else None
 
 
 def _notes(
@@ -232,7 +263,10 @@ def _notes(
         found.append(note(TARGET, rule, message, value))
 
     kind = facts.get("model_type")
-    if told.model is None and (kind != "gpt" or facts.get("is_hybrid_model")):
+    if told.model is None and _draws(facts, experiment):
+        message = f"{experiment.model} makes pictures: no decoder that plait describes"
+        found.append(changed(TARGET, "primus-diffusion-model", message, kind))
+    elif told.model is None and (kind != "gpt" or facts.get("is_hybrid_model")):
         message = f"{experiment.model or 'the model'} has layers that are no attention "
         message += f"(model_type {kind}); all are counted as attention, so its memory and traffic "
         found.append(changed(TARGET, "primus-hybrid-model", message + "are rough", kind))
@@ -240,9 +274,6 @@ def _notes(
     if isinstance(lora, Mapping) and lora.get("enabled") in (True, "true", "True"):
         message = "trains adapters (lora); plait counts gradients and states of the whole model"
         say("primus-lora", message)
-    for name in ("fp8", "fp4"):
-        if facts.get(name):
-            say(f"primus-{name}", f"{name} {facts[name]}: matrix products; plait counts bfloat16")
     ids = facts.get("layer_ids")
     if ids is not None and facts.get("recompute_granularity") == "full":
         counted = "all" if fields.get("layout.recompute") == "full" else "none"
@@ -357,7 +388,8 @@ def _silent(launch: Launch, job: Job) -> list[Finding]:
     facts, found = launch.facts, []
     given = facts.get("given", frozenset())
     written = launch.settings.taken
-    if facts.get("sequence_parallel") and "sequence_parallel" in written and job.layout.tp == 1:
+    wanted = facts.get("sequence_parallel_said") and "sequence_parallel" in written
+    if wanted and job.layout.tp == 1:
         message = "sequence_parallel is switched off where tensor_model_parallel_size is 1"
         found.append(note(TARGET, "primus-sequence-parallel", message))
     direct = facts.get("virtual_pipeline_model_parallel_size")

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
 
 from plait.dialects import titan_config, titan_rules
 from plait.dialects.launch import Launch, Told, changed, note

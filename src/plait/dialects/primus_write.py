@@ -71,7 +71,7 @@ def _megatron(job: Job) -> Written:
     overrides = {
         key: value
         for key, value in wanted.items()
-        if key in arguments and key in _ALWAYS or base.get(key) != value
+        if (key in arguments and key in _ALWAYS) or base.get(key) != value
     }
     text = _text(job, "megatron", model, overrides)
     return Written({f"{_stem(job)}.yaml": text}, [*notes, *more])
