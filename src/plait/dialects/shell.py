@@ -7,17 +7,16 @@ environment: so a default that it gives itself holds.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from plait.dialects import shell_syntax as syntax
+from plait.dialects import shell_tree as tree
 from plait.dialects.arithmetic import Unknown
-from plait.dialects.flags import Word
 from plait.dialects.shell_conditions import UNKNOWN, Truth, decide, settled
-from plait.dialects.shell_tools import printed
+from plait.dialects.shell_state import Command, Script, Shared, State, after_equals
 from plait.dialects.shell_words import (
     Budget,
-    Expansion,
     Piece,
     Scope,
     Value,
@@ -29,49 +28,13 @@ from plait.dialects.slurm import directives, variables
 from plait.dialects.source import Source
 from plait.spec.findings import UserError
 
-#: Scripts and functions within each other, and files that a script may bring in.
-_DEEPEST, _FILES = 24, 40
+#: Scripts and functions within each other.
+_DEEPEST = 24
 #: Rounds of a loop over known values that are gone through one by one.
 _ROUNDS = 64
 _SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
 _DECLARE = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _SET = re.compile(r"([A-Za-z_]\w*)=")
-
-
-@dataclass(frozen=True)
-class Command:
-    """One simple command.
-
-    Attributes:
-        words: the program and its arguments, quotes removed, variables put in.
-        environment: variables that are exported when it runs, and those written before it.
-        sure: False where it stands under a condition that cannot be decided and is taken to be
-            false, or in a function that is never called.
-        under: the commands whose shell runs it, the outermost first (`srun ... bash -c "..."`).
-    """
-
-    words: tuple[Word, ...]
-    environment: dict[str, str] = field(default_factory=dict)
-    sure: bool = True
-    under: tuple["Command", ...] = ()
-
-
-@dataclass(frozen=True)
-class Script:
-    """What a script holds.
-
-    Attributes:
-        commands: in order; of a condition that cannot be decided, the branches that would be
-            taken if it were false. Those of the other branches come last, not `sure`.
-        variables: name -> value at the end, as far as they are known.
-        files: name -> text of what it writes by a here-document, echo, or a template.
-        directives: of `#SBATCH` lines, by their long names ("nodes", "ntasks-per-node", "gres").
-    """
-
-    commands: tuple[Command, ...]
-    variables: dict[str, str] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    directives: dict[str, str] = field(default_factory=dict)
 
 
 def read(source: Source) -> Script:
@@ -85,7 +48,7 @@ def read(source: Source) -> Script:
     known = variables(asked) | dict(source.variables)
     scope = Scope({name: (Piece(text),) for name, text in known.items()})
     scope.exported = set(scope.values)
-    reader = _Shell(source, scope, _Shared(Budget(source), asked))
+    reader = _Shell(source, scope, Shared(Budget(source), asked))
     try:
         reader.run(syntax.parse(source))
         reader.leftovers()
@@ -102,19 +65,6 @@ def read(source: Source) -> Script:
     return Script(commands, known, files, asked)
 
 
-@dataclass
-class _Shared:
-    """What all shells of a script write to."""
-
-    budget: Budget
-    directives: dict[str, str]
-    commands: list[Command] = field(default_factory=list)
-    unsure: list[Command] = field(default_factory=list)
-    files: dict[str, Value] = field(default_factory=dict)
-    opened: int = 0
-    depth: int = 0
-
-
 class _Stop(Exception):
     """`exit`."""
 
@@ -123,24 +73,10 @@ class _Return(Exception):
     """`return`."""
 
 
-class _Shell:
-    """Reads commands as a shell would run them.
+class _Shell(State):
+    """Reads commands as a shell would run them."""
 
-    Attributes:
-        doubt: above 0 under a condition that cannot be decided: commands are not sure there.
-        assumed: above 0 under one that holds if nothing comes from outside: `exit` is no end.
-    """
-
-    def __init__(
-        self, source: Source, scope: Scope, shared: _Shared, under: tuple[Command, ...] = ()
-    ):
-        self.source, self.scope, self.shared, self.under = source, scope, shared, under
-        self.words = Expansion(scope, source, shared.budget, self.output)
-        self.functions: dict[str, syntax.Block] = {}
-        self.called: set[str] = set()
-        self.doubt = self.assumed = self.silent = 0
-
-    def run(self, block: syntax.Block) -> Truth:
+    def run(self, block: tree.Block) -> Truth:
         """Reads commands one after the other, up to an `exit`."""
         self.shared.depth += 1
         if self.shared.depth > _DEEPEST:
@@ -158,13 +94,13 @@ class _Shell:
             if name not in self.called:
                 self.aside(body)
 
-    def block(self, block: syntax.Block) -> Truth:
+    def block(self, block: tree.Block) -> Truth:
         truth = Truth(True)
         for node in block:
             truth = self.node(node)
         return truth
 
-    def aside(self, block: syntax.Block) -> None:
+    def aside(self, block: tree.Block) -> None:
         """A branch that is not taken as far as anyone knows: its commands are noted as not sure,
         and what it sets is forgotten."""
         kept, arguments = self.scope.values, self.scope.arguments
@@ -178,27 +114,27 @@ class _Shell:
             self.doubt -= 1
             self.scope.values, self.scope.arguments = kept, arguments
 
-    def node(self, node: syntax.Node) -> Truth:
+    def node(self, node: tree.Node) -> Truth:
         self.shared.budget.spend()
         match node:
-            case syntax.Simple():
+            case tree.Simple():
                 return self.simple(node)
-            case syntax.Pipe():
+            case tree.Pipe():
                 return self.pipe(node)
-            case syntax.Chain():
+            case tree.Chain():
                 return self.chain(node)
-            case syntax.Branches():
+            case tree.Branches():
                 return self.branches(node)
-            case syntax.Case():
+            case tree.Case():
                 return self.case(node)
-            case syntax.Loop():
+            case tree.Loop():
                 return self.loop(node)
-            case syntax.Function():
+            case tree.Function():
                 self.functions[node.name] = node.body
                 return Truth(True)
-            case syntax.Group():
+            case tree.Group():
                 return self.group(node)
-            case syntax.Arithmetic():
+            case tree.Arithmetic():
                 return self.arithmetic(node.text)
 
     # Conditions.
@@ -210,15 +146,15 @@ class _Shell:
         except Unknown:
             return UNKNOWN
 
-    def under_condition(self, truth: Truth, block: syntax.Block) -> Truth:
+    def under_condition(self, truth: Truth, block: tree.Block) -> Truth:
         self.assumed += truth.assumed
         try:
             return self.block(block)
         finally:
             self.assumed -= truth.assumed
 
-    def branches(self, node: syntax.Branches) -> Truth:
-        doubtful: list[syntax.Block] = []
+    def branches(self, node: tree.Branches) -> Truth:
+        doubtful: list[tree.Block] = []
         result = Truth(True)
         for position, (condition, body) in enumerate(node.branches):
             truth = Truth(True) if condition is None else self.block(condition)
@@ -235,9 +171,9 @@ class _Shell:
             self.aside(body)
         return result
 
-    def case(self, node: syntax.Case) -> Truth:
+    def case(self, node: tree.Case) -> Truth:
         text, assumed = settled(self.words.value(node.word))
-        doubtful: list[syntax.Block] = []
+        doubtful: list[tree.Block] = []
         result = Truth(True)
         for position, (patterns, body) in enumerate(node.branches):
             fits = False
@@ -256,7 +192,7 @@ class _Shell:
             self.aside(body)
         return result
 
-    def chain(self, node: syntax.Chain) -> Truth:
+    def chain(self, node: tree.Chain) -> Truth:
         truth = Truth(True)
         assumed = 0
         for sign, link in node.links:
@@ -277,7 +213,7 @@ class _Shell:
         self.assumed -= assumed
         return truth
 
-    def loop(self, node: syntax.Loop) -> Truth:
+    def loop(self, node: tree.Loop) -> Truth:
         if node.condition is not None:
             truth = self.block(node.condition)
             if truth.value is False:
@@ -300,7 +236,7 @@ class _Shell:
             truth = self.block(node.body)
         return truth
 
-    def once(self, body: syntax.Block, name: str = "") -> Truth:
+    def once(self, body: tree.Block, name: str = "") -> Truth:
         """A body that may run any number of times: what it counts up is not known."""
         if name:
             self.scope.values[name] = (Piece(f"${name}", "", (f"${name}",)),)
@@ -321,7 +257,7 @@ class _Shell:
         self.assumed -= 1
         return truth
 
-    def group(self, node: syntax.Group) -> Truth:
+    def group(self, node: tree.Group) -> Truth:
         if not node.subshell:
             return self.block(node.body)
         kept = self.scope.values
@@ -335,38 +271,23 @@ class _Shell:
 
     # Commands.
 
-    def pipe(self, node: syntax.Pipe) -> Truth:
+    def pipe(self, node: tree.Pipe) -> Truth:
         text: Value | None = None
         truth = Truth(True)
         for command in node.commands:
-            if isinstance(command, syntax.Simple):
+            if isinstance(command, tree.Simple):
                 text, truth = self.piped(command, text)
             else:
                 text, truth = None, self.node(command)
         return ~truth if node.turned else truth
 
-    def piped(self, command: syntax.Simple, given: Value | None) -> tuple[Value | None, Truth]:
+    def piped(self, command: tree.Simple, given: Value | None) -> tuple[Value | None, Truth]:
         """A command in a pipe: what it prints, as far as anyone can know."""
         words = self.all_words(command)
         truth = self.simple(command, given)
         return (self.prints(command, words, given) if words else None), truth
 
-    def all_words(self, command: syntax.Simple) -> list[Value]:
-        return [value for phrase in command.words for value in self.words.fields(phrase)]
-
-    def prints(
-        self, command: syntax.Simple, words: list[Value], given: Value | None
-    ) -> Value | None:
-        for redirection in command.redirections:
-            if redirection.sign.startswith("<<<"):
-                given = self.words.value(redirection.target)
-            elif redirection.sign.startswith("<<"):
-                given = self.words.value(tuple(redirection.body))
-            elif redirection.sign == "<":
-                given = self.file(self.words.value(redirection.target))
-        return printed(words, given, self.file)
-
-    def simple(self, node: syntax.Simple, given: Value | None = None) -> Truth:
+    def simple(self, node: tree.Simple, given: Value | None = None) -> Truth:
         words = self.all_words(node)
         if not words:
             for assignment in node.assignments:
@@ -375,7 +296,8 @@ class _Shell:
         self.write_files(node, words, given)
         name = text_of(words[0]).removeprefix("\\")
         if name in _DECLARE:
-            return self.declare(name, node, words)
+            self.declare(name, node, words)
+            return Truth(True)
         if name in self.functions and not is_open(words[0]):
             return self.call(name, words[1:])
         truth = self.builtin(name, words, node)
@@ -385,30 +307,6 @@ class _Shell:
                   if not isinstance(a.value, list)}  # fmt: skip
         self.record(words, before)
         return Truth(True)
-
-    def write_files(self, node: syntax.Simple, words: list[Value], given: Value | None) -> None:
-        """What echo, cat, sed and tee leave in files."""
-        targets = [(r.sign, self.words.value(r.target)) for r in node.redirections
-                   if r.sign in (">", ">>", "1>", ">|", "1>>")]  # fmt: skip
-        name = text_of(words[0]).rpartition("/")[2]
-        if name == "tee":
-            flags = [text_of(w) for w in words[1:]]
-            targets += [(">>" if "-a" in flags else ">", w) for w in words[1:]
-                        if not text_of(w).startswith("-")]  # fmt: skip
-        if name == "sed" and any(text_of(w).startswith("-i") for w in words):
-            targets = [(">", words[-1])]
-        if not targets or self.doubt or self.silent:
-            return
-        text = self.prints(node, words, given)
-        if text is None:
-            return
-        if name == "echo":
-            text = (*text, Piece("\n"))
-        for sign, target in targets:
-            path = text_of(target)
-            if len(self.shared.files) < _FILES and path and not path.startswith("/dev/"):
-                held = self.shared.files.get(path, ()) if sign.endswith(">>") else ()
-                self.shared.files[path] = self.shared.budget.check((*held, *text))
 
     def record(self, words: list[Value], before: dict[str, Value]) -> None:
         if self.silent:
@@ -438,7 +336,7 @@ class _Shell:
                 flags += 1
             scope = Scope(dict(exported), set(exported))
             for value in _passed(words[:position]):
-                scope.values[text_of(value).partition("=")[0]] = _after_equals(value)
+                scope.values[text_of(value).partition("=")[0]] = after_equals(value)
             letters = "".join(text_of(value) for value in rest[:flags] if _short(value))
             if name in _SHELLS and "c" in letters and flags < len(rest):
                 scope.arguments = [*rest[flags + 2 :]]
@@ -454,7 +352,7 @@ class _Shell:
         """Commands that stand in a value. What is not known in it is read as it was written."""
         where = next((piece.where for piece in value if piece.where), "")
         line = where.rpartition(":")[2]
-        source = Source(text_of(value), self.source.name, self.source.path)
+        source = replace(self.source, text=text_of(value))
         self.nested(source, scope, under, int(line) if line.isdecimal() else 1)
 
     def nested(
@@ -464,7 +362,11 @@ class _Shell:
         if scope is self.scope:
             reader.functions = self.functions
         reader.doubt, reader.assumed, reader.silent = self.doubt, self.assumed, self.silent
-        reader.run(syntax.parse(source, line))
+        try:
+            block = syntax.parse(source, line)
+        except UserError:
+            return  # it would fail when it is run, and says nothing of this script
+        reader.run(block)
         self.called |= reader.called
 
     def script(self, value: Value, scope: Scope, under: tuple[Command, ...]) -> bool:
@@ -478,115 +380,6 @@ class _Shell:
         scope.exported |= set(asked)
         self.nested(source, scope, under)
         return True
-
-    def beside(self, value: Value) -> Source | None:
-        """A file that a word names: from the folder of the script, whatever that is called."""
-        path = text_of(tuple(piece for piece in value if not piece.open)).lstrip("/")
-        up = sum(len(re.findall(r"/\.\.(?=[/\"')\s`]|$)", p.text)) for p in value if p.open)
-        absolute = bool(value) and not value[0].open and value[0].text.startswith("/")
-        if not path or absolute or self.shared.opened >= _FILES:
-            return None
-        self.shared.opened += 1
-        for tried in dict.fromkeys(("../" * up + path, path)):
-            try:
-                return self.source.beside(tried)
-            except UserError:
-                continue
-        return None
-
-    def file(self, value: Value) -> Value | None:
-        name = text_of(value)
-        if name in self.shared.files:
-            return self.shared.files[name]
-        source = self.beside(value)
-        return None if source is None else self.shared.budget.check((Piece(source.text),))
-
-    def output(self, part: syntax.Output) -> Value | None:
-        """What `$( ... )` becomes, where that can be known."""
-        if len(part.text) > 1 << 16:
-            return None
-        try:
-            block = syntax.parse(Source(part.text, self.source.name, self.source.path), 1)
-        except UserError:
-            return None
-        if len(block) != 1:
-            return None
-        commands = block[0].commands if isinstance(block[0], syntax.Pipe) else (block[0],)
-        text: Value | None = None
-        for command in commands:
-            if not isinstance(command, syntax.Simple) or not command.words:
-                return None
-            words = self.all_words(command)
-            name = text_of(words[0]) if words else ""
-            if name not in ("echo", "printf", "cat", "sed", "basename", "dirname"):
-                return None
-            if any(p.missing for word in words for p in word) and name != "echo":
-                return None
-            text = self.prints(command, words, text)
-        if text is None or not text:
-            return text
-        last = text[-1]
-        trimmed = last if last.open else Piece(last.text.rstrip("\n"), last.where)
-        return (*text[:-1], trimmed)
-
-    # Variables.
-
-    def assign(self, assignment: syntax.Assignment) -> None:
-        name, scope = assignment.name, self.scope
-        held = scope.values.get(name)
-        check = self.shared.budget.check
-        if isinstance(assignment.value, list):
-            items = dict(held) if assignment.more and isinstance(held, dict) else {}
-            if assignment.more and held is not None and not isinstance(held, dict):
-                items = {"0": held}
-            following = len(items)
-            for key, phrase in assignment.value:
-                if key is not None:
-                    items[text_of(self.words.value(key))] = self.words.value(phrase)
-                    continue
-                for value in self.words.fields(phrase):
-                    items[str(following)] = value
-                    following += 1
-            self.shared.budget.spend(len(items))
-            check(tuple(piece for value in items.values() for piece in value))
-            scope.values[name] = items
-            return
-        value = self.words.value(assignment.value)
-        if assignment.index is not None:
-            key = self.words.key(assignment.index, held)
-            items = dict(held) if isinstance(held, dict) else {} if held is None else {"0": held}
-            if key is not None:
-                more = items.get(key, ()) if assignment.more else ()
-                items[key] = check((*more, *value))
-                scope.values[name] = items
-        elif isinstance(held, dict):
-            more = held.get("0", ()) if assignment.more else ()
-            scope.values[name] = held | {"0": check((*more, *value))}
-        elif assignment.more:
-            before = held or ()
-            scope.values[name] = check((*before, *value))
-        else:
-            scope.values[name] = check(value)
-
-    def declare(self, name: str, node: syntax.Simple, words: list[Value]) -> Truth:
-        flags = [text_of(w) for w in words[1:] if text_of(w).startswith("-")]
-        names = [a.name for a in node.declared]
-        for assignment in node.declared:
-            self.assign(assignment)
-        for word in words[1:]:
-            text = text_of(word)
-            if text.startswith("-"):
-                continue
-            if _SET.match(text):
-                names.append(text.partition("=")[0])
-                self.scope.values[names[-1]] = _after_equals(word)
-            elif text.isidentifier():
-                names.append(text)
-                if any("A" in flag or "a" in flag for flag in flags) and name != "export":
-                    self.scope.values.setdefault(text, {})
-        if name == "export" or any("x" in flag for flag in flags):
-            self.scope.exported |= set(names)
-        return Truth(True)
 
     def call(self, name: str, arguments: list[Value]) -> Truth:
         self.called.add(name)
@@ -603,7 +396,7 @@ class _Shell:
             self.shared.depth -= 1
             self.scope.arguments = kept
 
-    def builtin(self, name: str, words: list[Value], node: syntax.Simple) -> Truth | None:
+    def builtin(self, name: str, words: list[Value], node: tree.Simple) -> Truth | None:
         """What the shell does itself; None for a program."""
         rest = words[1:]
         match name:
@@ -656,48 +449,6 @@ class _Shell:
             case _:
                 return None
         return Truth(True)
-
-    def reads(self, rest: list[Value], node: syntax.Simple) -> None:
-        document = [r for r in node.redirections if r.sign.startswith("<<")]
-        names = [text_of(w) for w in rest if text_of(w).isidentifier()]
-        if len(names) > 1 and document and document[-1].sign == "<<<":
-            self.split(names, self.words.value(document[-1].target), node)
-            return
-        for name in names[-1:] if document else names:
-            if document and document[-1].sign == "<<<":
-                value = self.words.value(document[-1].target)
-            elif document:
-                value = self.words.value(tuple(document[-1].body))
-            else:
-                value = (Piece(f"${name}", "", (f"${name}",)),)
-            self.scope.values[name] = value
-
-    def split(self, names: list[str], value: Value, node: syntax.Simple) -> None:
-        """`IFS=, read -r A B <<< "$x"`: a part of a value for each name, the rest for the last."""
-        own = {a.name: self.words.value(a.value) for a in node.assignments
-               if not isinstance(a.value, list)}  # fmt: skip
-        held = own.get("IFS", self.scope.values.get("IFS"))
-        between = text_of(held) if held is not None and not isinstance(held, dict) else None
-        text = text_of(value).strip()
-        letters = re.escape(between) if between and between.strip() else r"\s"
-        parts = re.split(f"[{letters}]+" if letters == r"\s" else f"[{letters}]", text)
-        for position, name in enumerate(names):
-            if is_open(value):
-                self.scope.values[name] = (Piece(f"${name}", "", (f"${name}",)),)
-                continue
-            last = position == len(names) - 1
-            mine = parts[position:] if last else parts[position : position + 1]
-            self.scope.values[name] = (Piece((between or " ")[:1].join(mine).strip()),)
-
-
-def _after_equals(value: Value) -> Value:
-    """What follows the = in a word."""
-    pieces = list(value)
-    while pieces and "=" not in pieces[0].text:
-        pieces.pop(0)
-    first = pieces[0]
-    rest = Piece(first.text.partition("=")[2], first.where, first.open if first.open else ())
-    return (rest, *pieces[1:])
 
 
 def _passed(words: list[Value]) -> list[Value]:

@@ -7,12 +7,13 @@ from fnmatch import fnmatchcase, translate
 
 from plait.dialects.arithmetic import Unknown, evaluate
 from plait.dialects.flags import Word
-from plait.dialects.shell_syntax import Name, Output, Part, Phrase, Sum, Text, parse_phrase
+from plait.dialects.shell_syntax import parse_phrase
+from plait.dialects.shell_tree import Name, Output, Part, Phrase, Sum, Text
 from plait.dialects.source import Source
 from plait.spec.findings import UserError, error
 
 #: Letters of one value, and letters and steps in all, of a script that is read to its end.
-LONGEST, MOST, STEPS = 1 << 17, 1 << 24, 200_000
+LONGEST, MOST, STEPS = 1 << 17, 1 << 23, 80_000
 #: Letters of a value in which patterns are looked for.
 _MATCHED = 4096
 
@@ -161,6 +162,7 @@ class Expansion:
                             pieces.append(Piece(run, piece.where, (), False, piece.assumed))
                             started = True
         close()
+        self.budget.spend(64 * len(found))
         return found
 
     def value(self, phrase: Phrase) -> Value:
@@ -264,7 +266,9 @@ class Expansion:
             return list(held.values()) if isinstance(held, dict) else [held]
         items = held if isinstance(held, dict) else {"0": held}
         key = self.key(part.index, held)
-        return None if key is None else [items[key]] if key in items else None
+        if key is None:
+            return [(Piece(part.written, part.where, (part.written,)),)]
+        return [items.get(key, ())]
 
     def key(self, index: str, held: object) -> str | None:
         """The key that an index names in a list; None where it is not known."""
@@ -275,9 +279,12 @@ class Expansion:
         if isinstance(held, dict) and text in held:
             return text
         try:
-            return str(self.number(text))
+            number = self.number(text)
         except Unknown:
             return text
+        if number < 0 and isinstance(held, dict):
+            number += 1 + max((int(key) for key in held if key.isdecimal()), default=-1)
+        return str(number)
 
     def _indirect(self, part: Name, values: list[Value]) -> tuple[list[Value], bool]:
         if part.index in ("@", "*"):
@@ -322,7 +329,22 @@ class Expansion:
             return [chosen]
         if values is None:
             return [self._missing(part)]
+        if op == ":" and part.index in ("@", "*"):
+            return self._some(part, values)
         return [self._edited(part, value) for value in values]
+
+    def _some(self, part: Name, values: list[Value]) -> list[Value]:
+        """`${A[@]:1:2}`; of arguments, `$0` is the first."""
+        if part.name in ("@", "*"):
+            values = [(Piece("$0", part.where, ("$0",)),), *values]
+        first, _, length = part.argument.partition(":")
+        try:
+            start = self.number(first)
+            count = self.number(length) if length else len(values)
+        except Unknown:
+            return [(Piece(part.written, part.where, (part.written,)),)]
+        start = max(len(values) + start, 0) if start < 0 else start
+        return values[start : start + max(count, 0)]
 
     def _argument(self, part: Name) -> Value:
         return (
