@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from plait.cli.arguments import FLAGS
-from plait.cost.serving import Serving, on
+from plait.cost.serving import Serving, on, on_devices
 from plait.dialects import SERVING, dialect
 from plait.dialects.launch import Launch, Told, Written
 from plait.dialects.nearest import nearest_legal, of_training, smallest_world
@@ -47,7 +47,11 @@ class Question:
     def serving(self) -> Serving | None:
         """How an engine uses the ranks; None for training."""
         told = self.launch.serving if self.launch else None
-        return on(told, self.job.layout) if told else None
+        if told is None:
+            return None
+        # Of degrees that do not go together, what the launch itself says of the ranks.
+        roles = on(told, self.job.layout) if self.draft.degrees else told
+        return on_devices(roles, self.job.cluster)
 
     def report(self) -> dict[str, Any]:
         """The REPORT. What only the target refuses is computed all the same, but fits nowhere."""
@@ -181,7 +185,7 @@ def _judge(launch: Launch) -> Callable[[Job], list[Finding]]:
     serving = launch.serving
     if serving is None:
         return of_training
-    return lambda job: serving_rules.check(job, on(serving, job.layout))
+    return lambda job: serving_rules.check(job, on_devices(on(serving, job.layout), job.cluster))
 
 
 def _again(

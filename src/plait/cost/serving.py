@@ -5,6 +5,7 @@ What a rank holds then is in `serving_memory.py`, what it sends in `serving_traf
 
 from dataclasses import dataclass, replace
 
+from plait.spec.cluster import Cluster
 from plait.spec.grid import Grid
 from plait.spec.layout import Layout
 from plait.spec.model import Model
@@ -83,9 +84,7 @@ ENGINES = {
         1,
         (
             Counted("--max-running-requests", "max_requests", "requests running at once", "engine"),
-            Counted(
-                "--chunked-prefill-size", "max_tokens", "tokens of a prompt chunk", "engine"
-            ),
+            Counted("--chunked-prefill-size", "max_tokens", "tokens of a prompt chunk", "engine"),
             Counted("--context-length", "max_len", "tokens of prompt and answer", "request"),
         ),
     ),
@@ -283,6 +282,28 @@ def _trtllm(s: Serving) -> Serving:
 
 
 _OWN = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
+
+
+def on_devices(serving: Serving, cluster: Cluster | None) -> Serving:
+    """With the limits that the engine chooses by its devices, where none are said: vLLM
+    (engine/arg_utils.py get_batch_defaults) and SGLang (arg_groups/memory_hook.py)."""
+    requests, tokens = None, None
+    if cluster is not None and serving.engine == "vllm":
+        gib = cluster.memory / 2**30
+        large = gib >= 70 and "a100" not in cluster.device.lower()
+        requests = 1024 if large else 256
+        tokens = 16384 if gib >= 160 else 8192 if large else 2048
+    elif cluster is not None and serving.engine == "sglang":
+        mib = cluster.memory / 2**20
+        steps = ((20 * 1024, 2048), (60 * 1024, 4096), (160 * 1024, 8192))
+        tokens = next((tokens for below, tokens in steps if mib < below), 16384)
+    elif serving.engine == "trtllm":
+        requests, tokens = 2048, 8192
+    return replace(
+        serving,
+        max_requests=serving.max_requests or requests,
+        max_tokens=serving.max_tokens or tokens,
+    )
 
 
 def limits(serving: Serving) -> list[Limit]:

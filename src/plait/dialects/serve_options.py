@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from plait.cost.serving import Serving
 from plait.dialects.flags import Word, settings_of
 from plait.dialects.huggingface_names import named, nearest_name
 from plait.dialects.launch import Told, note
@@ -18,8 +19,6 @@ from plait.dialects.serve_words import Serve, options
 from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import LARGEST, Source
 from plait.dialects.tree import read_yaml
-from plait.spec import presets
-from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.jobfile import draft
 from plait.spec.layout import LARGEST as MOST
@@ -256,11 +255,25 @@ def shape(fields: Mapping[str, Any], told: Told) -> Model | None:
     return made.job.model if made and made.job else None
 
 
-def cluster_of(told: Told) -> Cluster | None:
-    try:
-        return presets.cluster(str(told.given["gpus"])) if "gpus" in told.given else None
-    except UserError:
-        return None
+def whole_fields(
+    own: Mapping[str, Any], serving: Serving, told: Told, engine: str
+) -> tuple[dict[str, Any], list[Finding]]:
+    """What a job file would say of a layout, and of how often it fits on the ranks that there
+    are."""
+    fields: dict[str, Any] = {f"layout.{name}": value for name, value in own.items()}
+    fields["layout.sequence_parallel"] = False
+    ranks, notes = prod(own[axis] for axis in ("tp", "pp", "cp", "dp_shard", "dp_replicate")), []
+    if told.world and told.world > ranks and told.world % ranks == 0:
+        times = told.world // ranks
+        fields["layout.dp_replicate"] *= times
+        words = f"this takes {ranks} of {told.world} devices: {times} servers are counted"
+        notes.append(note(engine, "replicas-assumed", words, times))
+        ranks = told.world
+    fields["ranks"] = ranks
+    if serving.max_len is not None:
+        fields["train.seq_len"] = serving.max_len
+    fields["train.dtype"] = serving.dtype
+    return fields, notes
 
 
 #: dtypes of serve commands -> plait's.

@@ -19,7 +19,6 @@ from plait.dialects.settings import Settings
 from plait.dialects.source import Source
 from plait.dialects.vllm_rules import LOST, LOST_PASSES, LOST_VARIABLES, check
 from plait.dialects.vllm_write import write
-from plait.spec.cluster import Cluster
 from plait.spec.findings import Finding
 from plait.spec.layout import Layout
 from plait.spec.model import Model
@@ -64,11 +63,12 @@ def read(source: Source, told: Told) -> Launch:
     model = options.shape(fields, told)
     own, facts = _degrees(settings, model, serve.environment)
     facts["repository"] = settings.taken.get("--model", (None, ""))[0]
-    serving, of_file = _serving(settings, stored, model, facts, options.cluster_of(told))
-    fields |= _fields(own, serving, told)
+    serving, of_file = _serving(settings, stored, model, facts)
+    more, copies = options.whole_fields(own, serving, told, "vLLM")
+    fields |= more
     roles = Layout(**{k: v for k, v in own.items() if k != "stages"})
     serving = on(serving, roles)
-    notes += of_file + _changes(settings, facts, serve.environment)
+    notes += copies + of_file + _changes(settings, facts, serve.environment)
     if len(found) > 1:
         words = f"{len(found)} servers are started here; this is the first of them"
         notes.append(note("vLLM", "vllm-several-servers", words))
@@ -135,12 +135,10 @@ def _serving(
     stored: str | None,
     model: Model | None,
     facts: dict[str, Any],
-    cluster: Cluster | None,
 ) -> tuple[Serving, list[Finding]]:
     """The engine's choices, without roles; and what is to be known of them."""
     quantization = settings.take("--quantization", str, None, "how weights are stored")
     dtype = settings.take("--dtype", str, "auto", "train.dtype")
-    requests, tokens = defaults(cluster)
     length = _length(settings)
     redundant = facts["eplb_config"].get("num_redundant_experts", 0)
     facts["redundant"] = redundant if isinstance(redundant, int) and 0 <= redundant < 10**6 else 0
@@ -157,10 +155,8 @@ def _serving(
         weights=options.weights_of(quantization, stored),
         kv_dtype=settings.take("--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",
         max_len=length,
-        max_requests=_positive(count(settings, "--max-num-seqs", requests, "requests of a step")),
-        max_tokens=_positive(
-            count(settings, "--max-num-batched-tokens", tokens, "tokens of a step")
-        ),
+        max_requests=_positive(count(settings, "--max-num-seqs", None, "requests of a step")),
+        max_tokens=_positive(count(settings, "--max-num-batched-tokens", None, "tokens of a step")),
         fraction=fraction if isinstance(fraction, float) and 0 < fraction <= 1 else None,
         block=block if block and 0 < block <= 10**6 else usual,
         interleave=interleave or old or 1,
@@ -189,33 +185,6 @@ def _length(settings: Settings) -> int | None:
         settings.taken["--max-model-len"] = (setting.value, "as long as the cache allows")
         return None
     return _positive(count(settings, "--max-model-len", None, "train.seq_len"))
-
-
-def defaults(cluster: Cluster | None) -> tuple[int | None, int | None]:
-    """Requests and tokens of a step on a device (engine/arg_utils.py get_batch_defaults)."""
-    if cluster is None:
-        return None, None
-    gib = cluster.memory / 2**30
-    if gib >= 160:
-        return 1024, 16384
-    if gib >= 70 and "a100" not in cluster.device.lower():
-        return 1024, 8192
-    return 256, 2048
-
-
-def _fields(own: Mapping[str, Any], serving: Serving, told: Told) -> dict[str, Any]:
-    """What a job file would say."""
-    fields: dict[str, Any] = {f"layout.{name}": value for name, value in own.items()}
-    fields["layout.sequence_parallel"] = False
-    ranks = own["tp"] * own["pp"] * own["cp"] * own["dp_shard"] * own["dp_replicate"]
-    if told.world and told.world > ranks and told.world % ranks == 0:
-        fields["layout.dp_replicate"] *= told.world // ranks
-        ranks = told.world
-    fields["ranks"] = ranks
-    if serving.max_len is not None:
-        fields["train.seq_len"] = serving.max_len
-    fields["train.dtype"] = serving.dtype
-    return fields
 
 
 def settle(fields: Mapping[str, Any]) -> dict[str, Any]:

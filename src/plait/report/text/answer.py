@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from plait.cost.ledger import MEMORY_CLASSES
 from plait.report.numbers import amount
 from plait.report.text.lines import heading
+from plait.report.text.serving import verdict as of_serving
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +46,9 @@ def verdict(console: "Console", report: dict[str, Any]) -> None:
         target = report["source"]["dialect"]
         said = f"[bold red]{target} would not run this[/] (see above). If it did:"
         console.print(said)
+    if report["serving"]:
+        of_serving(console, report)
+        return
     fullest = max(memory["by_stage"], key=lambda row: row["total"])
     most = max(MEMORY_CLASSES, key=lambda name: fullest[name])
     share = fullest[most] / fullest["total"]

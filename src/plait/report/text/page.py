@@ -8,6 +8,7 @@ from plait.report.text.memory import memory
 from plait.report.text.pipeline import pipeline
 from plait.report.text.question import question
 from plait.report.text.ranks import ranks
+from plait.report.text.serving import serving
 from plait.report.text.source import legal, source
 from plait.report.text.traffic import traffic
 
@@ -35,7 +36,9 @@ def render(
         ranks(console, report)
         if report["bubble"]["step_total"] is not None and report["layout"]["pp"] > 1:
             pipeline(console, report, timeline)
-        if report["memory"]["by_stage"]:
+        if report["serving"]:
+            serving(console, report)
+        elif report["memory"]["by_stage"]:
             memory(console, report)
         if report["traffic"] is not None:
             traffic(console, report)

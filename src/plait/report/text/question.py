@@ -33,6 +33,10 @@ def question(console: "Console", report: dict[str, Any]) -> None:
         _line(console, "devices", devices, size, domain)
     else:
         _line(console, "devices", f"[bold]{report['world']} ranks[/], of no device in particular")
+    if report["serving"]:
+        _line(console, "layout", *_degrees(layout))
+        _line(console, "served", f"requests of up to {batch['seq_len']:,} tokens", batch["dtype"])
+        return
     _line(console, "layout", *_layout(layout))
     if context := report["context"]:
         even = f"the rank with most attention has {context['imbalance']:.3f} of the mean"
@@ -63,6 +67,13 @@ def _line(console: "Console", name: str, *parts: str) -> None:
 def _dp(layout: dict[str, Any]) -> int | None:
     """None where it cannot be derived of an illegal layout."""
     return None if layout["dp_shard"] is None else layout["dp_replicate"] * layout["dp_shard"]
+
+
+def _degrees(layout: dict[str, Any]) -> list[str]:
+    """The degrees above 1 of a layout that serves."""
+    axes = ("tp", "cp", "pp", "ep", "etp", "dcp", "dp_shard", "dp_replicate")
+    said = [f"[bold]{a} {layout[a]}[/]" for a in axes if layout[a] is not None and layout[a] > 1]
+    return said or ["one rank"]
 
 
 def _layout(layout: dict[str, Any]) -> Iterable[str]:
