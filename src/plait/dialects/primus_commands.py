@@ -25,6 +25,8 @@ SCRIPTS = ("run_pretrain*.sh", "run_local_pretrain*.sh", "run_slurm_pretrain*.sh
            "run_k8s_pretrain*.sh")  # fmt: skip
 MODULES = ("primus.cli.main", "primus.train", "primus.pretrain")
 FILES = ("primus/cli/main.py", "primus/train.py", "primus/pretrain.py", "train.py", "pretrain.py")
+#: Commands that only mention others.
+_TALKERS = ("echo", "printf", "cat", "ls", "cp", "grep", "chmod", "tee", "cd", "source", ".")
 #: Options of the training command that are no overrides (launcher/parser.py).
 _OWN = ("data_path", "backend_path", "export_config")
 #: GPUs of a node where nothing says otherwise (runner/primus-cli-direct.sh).
@@ -52,6 +54,35 @@ class Started:
     open: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A command that starts Primus.
+
+    Attributes:
+        program: the word that is Primus' own. words: those after it.
+        run: how the command is started, where that is known.
+    """
+
+    program: Word
+    words: tuple[Word, ...]
+    command: shell.Command
+    run: launchers.Run | None
+
+    @property
+    def name(self) -> str:
+        return self.program.text.rstrip("/").rpartition("/")[2]
+
+    @property
+    def cli(self) -> bool:
+        return any(fnmatchcase(self.name, pattern) for pattern in CLI)
+
+    @property
+    def trains(self) -> bool:
+        words = {word.text.partition("=")[0] for word in self.words}
+        script = any(fnmatchcase(self.name, pattern) for pattern in SCRIPTS)
+        return script or bool(words & {"--config", "--exp", "pretrain", "posttrain"})
+
+
 def read_command(source: Source) -> Started:
     """The start of Primus that a script or a command holds.
 
@@ -59,11 +90,11 @@ def read_command(source: Source) -> Started:
         UserError: there is none, or its experiment cannot be found or read.
     """
     script = shell.read(source)
-    run = _training_run(script)
-    if run is None:
+    found = _training(script)
+    if found is None:
         raise UserError([_error(source, "no command that starts Primus was found in it")])
-    words, environment = _split(run, script)
-    named, suite, rest = _experiment(run, words, environment, script)
+    words, environment = _split(found)
+    named, suite, rest = _experiment(words, environment, script)
     if named is None:
         message = "it does not say which experiment to run (EXP=..., or --config ...)"
         raise UserError([_error(source, message)])
@@ -71,7 +102,7 @@ def read_command(source: Source) -> Started:
         message = f"the experiment {named.text!r} depends on {', '.join(named.open)}, which is "
         raise UserError([_error(source, message + "set outside of the file: pass EXP=FILE.yaml")])
     experiment = _find(source, named.text)
-    world, opened = _world(run, environment, script)
+    world, opened = _world(found, environment)
     overrides = tuple(settings_of(rest))
     return Started(experiment, suite, overrides, environment, world, opened)
 
@@ -80,34 +111,41 @@ def _error(source: Source, message: str) -> Finding:
     return error(source.name, None, message, rule="unreadable-file")
 
 
-def _training_run(script: shell.Script) -> launchers.Run | None:
-    """The run that trains: one that names an experiment before one that does not."""
-    found = [run for run in launchers.runs(script) if _starts_primus(run)]
-    found.sort(key=lambda run: (not _trains(run), not run.command.sure))
+def _training(script: shell.Script) -> _Found | None:
+    """The command that trains, the outermost where one starts another."""
+    started = {id(run.command): run for run in launchers.runs(script)}
+    found: list[_Found] = []
+    for command in script.commands:
+        for layer in (*command.under, command):
+            at = next((i for i, w in enumerate(layer.words) if _is_primus(layer.words, i)), None)
+            if at is not None:
+                program, rest = layer.words[at], tuple(layer.words[at + 1 :])
+                found.append(_Found(program, rest, layer, started.get(id(layer))))
+                break
+    found.sort(key=lambda one: (not one.trains, not one.command.sure))
     return found[0] if found else None
 
 
-def _starts_primus(run: launchers.Run) -> bool:
-    path = run.program.text
-    scripts = any(fnmatchcase(run.name, pattern) for pattern in (*CLI, *SCRIPTS))
-    main = path in MODULES or any(path.endswith(name) for name in FILES[:3])
+def _is_primus(words: Sequence[Word], at: int) -> bool:
+    """Whether a word of a command is the program of Primus that it starts."""
+    if words[0].text in _TALKERS:
+        return False
+    path = words[at].text
+    name = path.rstrip("/").rpartition("/")[2]
+    if any(fnmatchcase(name, pattern) for pattern in (*CLI, *SCRIPTS)):
+        return True
+    main = path in MODULES or path.endswith(FILES[:3])
     loose = path.endswith(FILES[3:]) and any(
-        w.text.partition("=")[0] in ("--config", "--exp") for w in run.words
+        w.text.partition("=")[0] in ("--config", "--exp") for w in words[at:]
     )
-    return scripts or main or loose
+    return main or loose
 
 
-def _trains(run: launchers.Run) -> bool:
-    words = {word.text.partition("=")[0] for word in run.words}
-    by_script = any(fnmatchcase(run.name, pattern) for pattern in SCRIPTS)
-    return by_script or bool(words & {"--config", "--exp", "pretrain", "posttrain"})
-
-
-def _split(run: launchers.Run, script: shell.Script) -> tuple[list[Word], dict[str, str]]:
+def _split(found: _Found) -> tuple[list[Word], dict[str, str]]:
     """The words of the training command, and the variables that hold for it."""
-    environment = dict(run.environment)
-    words = list(run.words)
-    if not any(fnmatchcase(run.name, pattern) for pattern in CLI):
+    environment = dict(found.command.environment)
+    words = list(found.words)
+    if not found.cli:
         return words, environment
     at = next((i for i, w in enumerate(words) if w.text in ("pretrain", "posttrain")), None)
     before = words if at is None else words[:at]
@@ -128,7 +166,7 @@ def _split(run: launchers.Run, script: shell.Script) -> tuple[list[Word], dict[s
 
 
 def _experiment(
-    run: launchers.Run, words: Sequence[Word], environment: dict[str, str], script: shell.Script
+    words: Sequence[Word], environment: dict[str, str], script: shell.Script
 ) -> tuple[Word | None, str, list[Word]]:
     """The experiment, the suite, and the words that override it."""
     rest = list(words)
@@ -176,11 +214,10 @@ def _find(source: Source, name: str) -> Source:
     raise UserError([_error(source, message)])
 
 
-def _world(
-    run: launchers.Run, environment: dict[str, str], script: shell.Script
-) -> tuple[int | None, tuple[str, ...]]:
+def _world(found: _Found, environment: dict[str, str]) -> tuple[int | None, tuple[str, ...]]:
     """Ranks: NNODES x GPUS_PER_NODE, or as torchrun says."""
-    if run.launcher == "torchrun":
+    run = found.run
+    if run is not None and run.launcher == "torchrun" and not found.cli:
         return run.world, run.open
     nodes = environment.get("NNODES") or environment.get("SLURM_NNODES") or "1"
     each = environment.get("GPUS_PER_NODE") or str(GPUS_PER_NODE)
