@@ -79,9 +79,10 @@ def _balance(arguments: Arguments) -> dict[str, Any]:
     arguments.values["moe_router_load_balancing_type"] = kinds
     weights = [_number(n.strip("[],'\"")) for n in numbers]
     arguments.values["moe_aux_loss_coeff"] = sum(weights)
-    fields: dict[str, Any] = {"aux_form": next((FORMS[k] for k in kinds if k in FORMS), "batch")}
-    if any(k in FORMS for k in kinds) and weights:
-        fields["aux_loss"] = weights[0]
+    fields: dict[str, Any] = {}
+    form = next((FORMS[k] for k in kinds if k in FORMS), None)
+    if form and weights and weights[0]:
+        fields = {"aux_form": form, "aux_loss": weights[0]}
     if len(kinds) > 1:
         arguments.note("megatron-aux-losses", f"several balancing losses ({', '.join(kinds)}); "
                        f"the first is kept")  # fmt: skip
