@@ -1,10 +1,10 @@
 """Fields of Megatron-Bridge's ConfigContainer: by which of them go Megatron's arguments, and what
 Bridge itself makes of them before Megatron sees any."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from plait.dialects.bridge_recipes import Recipe
 from plait.dialects.launch import changed, note, refused
 from plait.dialects.settings import Setting
 from plait.spec.build import convert
@@ -114,22 +114,50 @@ class Container:
         self.settings[name] = Setting(name, value, where)
 
 
-def resolved(recipe: Mapping[str, Any], name: str, said: list[Setting], synced: bool) -> Container:
+def resolved(recipe: Recipe | None, said: list[Setting], synced: bool) -> Container:
     """The container as it is when Megatron sees it.
 
     Args:
-        recipe: fields of the recipe called `name`. said: those of the launch.
-        synced: the launcher makes the model's length that of the data.
+        said: fields of the launch.
+        synced: the launcher makes the model's length that of the data, and the pipeline's layout
+            anew where the launch changes its stages.
     """
-    base = {path: Setting(path, value, f"recipe {name}") for path, value in recipe.items()}
+    name, fields = (recipe.name, recipe.settings) if recipe else ("", {})
+    base = {path: Setting(path, value, f"recipe {name}") for path, value in fields.items()}
     own = {setting.name: setting for setting in said}
-    rest = {path: setting for path, setting in base.items() if path not in own}
+    whole = tuple(f"{path}." for path in own if "." not in path)
+    rest = {
+        path: setting
+        for path, setting in base.items()
+        if path not in own and not path.startswith(whole)
+    }
     container = Container(rest | own, frozenset(own))
+    if synced and recipe:
+        _stages(container, recipe)
     _lengths(container, synced)
     _precision(container)
     _distributed(container)
     _overlap(container)
     return container
+
+
+def _stages(c: Container, recipe: Recipe) -> None:
+    """A recipe's split of its layers does not outlive other stages or chunks
+    (recipe_runner.sync_model_pipeline_layout)."""
+    path = "model.pipeline_model_parallel_layout"
+    stages = "model.pipeline_model_parallel_size"
+    if not c.said & {stages, "model.virtual_pipeline_model_parallel_size"}:
+        return
+    gone = [path] if recipe.rebuilt else []
+    if stages in c.said and path not in c.settings:
+        ends = ("first", "last")
+        gone += [f"model.num_layers_in_{end}_pipeline_stage" for end in ends]
+    gone = [name for name in gone if name in c.settings and name not in c.said]
+    for name in gone:
+        del c.settings[name]
+    if gone:
+        message = f"{' and '.join(gone)} of the recipe is made anew for these stages; balanced here"
+        c.findings.append(note(TARGET, "megatron-bridge-stages", message))
 
 
 def _lengths(c: Container, synced: bool) -> None:

@@ -326,7 +326,7 @@ class _Reader:
             ):
                 owner.fields[node.attr] = Node()
             else:
-                return Open(_text(node))
+                return self.defaults.get(node.attr, Open(_text(node)))
         value = owner.fields[node.attr]
         return value[0] if _placed(value) else value
 

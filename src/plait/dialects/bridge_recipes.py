@@ -38,6 +38,7 @@ class Recipe:
         world: GPUs that its name says it is for, None.
         peft: only adapters are trained. finetunes: its samples are questions with answers.
         connections: CUDA_DEVICE_MAX_CONNECTIONS, "" where it does not set it.
+        rebuilt: its pipeline layout is made anew for other numbers of stages and chunks.
         benchmark: one of perf_recipes, tuned for as many GPUs as its name says.
     """
 
@@ -52,6 +53,7 @@ class Recipe:
     finetunes: bool = False
     benchmark: bool = False
     connections: str = ""
+    rebuilt: bool = False
 
 
 def recipe(name: str) -> Recipe | None:
@@ -87,6 +89,7 @@ def _recipe(name: str, hub: str, said: dict[str, Any]) -> Recipe:
     peft, finetunes = said.pop("peft", False), said.pop("finetunes", False)
     about = table["models"].get(hub, {})
     benchmark, connections = said.pop("benchmark", False), said.pop("connections", "")
+    rebuilt = said.pop("rebuilt", False)
     words = table["words"]
     settings = {words[word]: value for word, value in (table["common"] | said).items()}
     settings.setdefault("model.seq_length", settings["dataset.seq_length"])
@@ -103,6 +106,7 @@ def _recipe(name: str, hub: str, said: dict[str, Any]) -> Recipe:
         finetunes,
         benchmark,
         connections,
+        rebuilt,
     )
 
 

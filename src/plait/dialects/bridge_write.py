@@ -35,6 +35,7 @@ _DEFAULTS: dict[str, Any] = {
     "model.recompute_method": None,
     "model.recompute_num_layers": None,
     "model.recompute_modules": None,
+    "model.mtp_num_layers": None,
     "model.moe_shared_expert_overlap": False,
     "comm_overlap.overlap_moe_expert_parallel_comm": False,
     "comm_overlap.delay_wgrad_compute": False,
@@ -66,6 +67,10 @@ def command_of(job: Job) -> Written:
     if "model.expert_tensor_parallel_size" not in fields and job.model.moe is not None:
         # Left out, it is as large as TP.
         fields["model.expert_tensor_parallel_size"] = job.layout.etp
+    own = "float16" if job.train.dtype == "float16" else "float32"
+    if job.train.grad_dtype != own:
+        message = f"an override names a precision as a whole, in which gradients are {own}"
+        notes = [*notes, note(TARGET, "megatron-bridge-write-gradients", message, own)]
     if name == _PLAIN:
         message = "no recipe has this model: its sizes are overrides of one of no model's own"
         notes = [*notes, note(TARGET, "megatron-bridge-no-recipe", message, job.model.name)]
@@ -95,18 +100,20 @@ def _fields(job: Job, arguments: dict[str, Any], sizes: bool) -> dict[str, Any]:
         if path.startswith("model.") and not sizes and name not in _LAYOUT:
             continue
         fields[path] = value
+    if _CHUNKS & arguments.keys():
+        fields["model.virtual_pipeline_model_parallel_size"] = job.layout.vpp
     if sizes:
         if arguments.get("swiglu"):
             fields["model.activation_func"] = "silu"
         fields["model.share_embeddings_and_output_weights"] = job.model.tied
     fields["mixed_precision"] = "fp16_mixed" if job.train.dtype == "float16" else "bf16_mixed"
-    wide = job.train.grad_dtype not in ("bfloat16", "float16")
-    if wide != (job.train.dtype != "float16"):
-        fields["mixed_precision.grad_reduce_in_fp32"] = wide
     if job.train.dtype == "float32":
         fields["mixed_precision"] = None
         fields |= {"model.bf16": False, "optimizer.bf16": False}
     fields["dataset.seq_length"] = fields["model.seq_length"] = job.train.seq_len
+    # Recipes take the vocabulary of a stand-in for a tokenizer, unless told not to.
+    fields["tokenizer.use_tokenizer_vocab_size"] = False
+    fields["tokenizer.vocab_size"] = job.model.vocab
     on = job.layout.zero >= 1
     fields["ddp.use_distributed_optimizer"] = on
     fields["optimizer.use_distributed_optimizer"] = on
@@ -122,6 +129,8 @@ _OWN = frozenset(
         "tokenizer_type", "vocab_size_padded", "attention_backend", "mock_data",
     }
 )  # fmt: skip
+#: Ways to say how many chunks a rank has, which Bridge has not.
+_CHUNKS = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
 #: Arguments of the model part that a recipe's model does not bring.
 _LAYOUT = frozenset(
     {

@@ -34,12 +34,15 @@ def read(source: Source, told: Told) -> Launch:
     """
     said = read_launch(source)
     recipe = said.recipe
-    container = resolved(
-        recipe.settings if recipe else {}, recipe.name if recipe else "", said.settings,
-        said.synchronized,
-    )  # fmt: skip
+    container = resolved(recipe, said.settings, said.synchronized)
     settings = Settings([*container.settings.values(), *said.flags], told.given)
-    findings = [*said.findings, *container.findings]
+    findings = [*container.findings]
+    for finding in said.findings:
+        # A recipe that is not known is no matter where a person says the model.
+        if finding.rule == "megatron-bridge-recipe" and told.model:
+            findings.append(changed(TARGET, finding.rule, finding.message, finding.value))
+        else:
+            settings.findings.append(finding)
     world, assumed = _world(said, told)
     fields, model = model_of_launch(said, container, settings, told, findings)
     stood = Told(told.given, told.world, told.model or model)
