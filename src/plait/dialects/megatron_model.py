@@ -180,7 +180,7 @@ def _scaling(arguments: Arguments, kind: str) -> dict[str, Any]:
     linear = take("rotary_seq_len_interpolation_factor", int, None, where, False)
     if kind == "yarn" or (latent and take("rope_type", str, "yarn", where) == "yarn"):
         prefix = "" if latent else "yarn_"
-        factor = take(f"{prefix}rotary_scaling_factor", float, 1.0, f"{where}.factor", False)
+        factor = take("rotary_scaling_factor", float, 1.0, f"{where}.factor", False)
         original = take(f"{prefix}original_max_position_embeddings", int, 4096,
                         f"{where}.original", False)  # fmt: skip
         fast = take(f"{prefix}beta_fast", float, 32.0, f"{where}.high", False)

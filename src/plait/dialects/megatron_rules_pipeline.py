@@ -10,6 +10,7 @@ from typing import Any
 from plait.dialects.launch import FIRST_STEP
 from plait.dialects.megatron_layout import rows_of
 from plait.dialects.megatron_rules import Case
+from plait.spec.chunks import balanced
 from plait.spec.findings import Finding
 from plait.spec.layout import divisors, nearest
 
@@ -59,15 +60,17 @@ def layers(case: Case) -> Iterator[Finding]:
         return
     extra = bool(case.fact("account_for_embedding_in_pipeline_split"))
     extra += bool(case.fact("account_for_loss_in_pipeline_split"))
-    stages = case.job.layout.stages
-    if not case.facts and stages is not None:
-        return  # a layout string will say them
+    if case.job.layout.stages is not None and not extra:
+        return  # said beside the launch: a layout string will say them
     whole = total + extra
     counted = f"{total} layers" + (f" and {extra} more for embedding and loss" if extra else "")
     if whole % pp:
-        legal = nearest(pp, divisors(whole))
         message = f"{counted} are no multiple of PP {pp}"
-        yield case.refused("stage-layers", message, value=pp, layout__pp=legal)
+        chunks = pp * max(1, case.job.layout.vpp)
+        uneven = (
+            {"layout__stages": balanced(total, chunks)} if chunks <= total else {"layout__pp": 1}
+        )
+        yield case.refused("stage-layers", message, value=pp, **uneven)
         return
     per, each = whole // pp, case.fact("num_layers_per_virtual_pipeline_stage")
     if each is not None and (each < 1 or per % each):

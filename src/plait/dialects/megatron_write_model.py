@@ -143,16 +143,17 @@ def _positions(model: Model, say: Say) -> dict[str, Any]:
         if whole != stretched.factor:
             say("write-model", f"stretches positions by whole numbers: {whole}")
         return made | {"rotary_seq_len_interpolation_factor": whole}
-    prefix = "" if model.mla else "yarn_"
-    made |= {
-        f"{prefix}rotary_scaling_factor": stretched.factor,
-        f"{prefix}original_max_position_embeddings": stretched.original,
-        f"{prefix}beta_fast": stretched.high,
-        f"{prefix}beta_slow": stretched.low,
-    }
+    made["rotary_scaling_factor"] = stretched.factor
     if model.mla is None:
-        made["position_embedding_type"] = "yarn"
-        return made | {"yarn_correction_range_round_to_int": stretched.truncate}
+        return made | {
+            "position_embedding_type": "yarn",
+            "yarn_original_max_position_embeddings": stretched.original,
+            "yarn_beta_fast": stretched.high,
+            "yarn_beta_slow": stretched.low,
+            "yarn_correction_range_round_to_int": stretched.truncate,
+        }
+    if (stretched.original, stretched.low, stretched.high) != (4096, 1.0, 32.0):
+        say("write-model", "stretches latent attention from 4096 positions, with 1 and 32, only")
     return made | {"rope_type": "yarn"} | _magnitudes(model)
 
 
