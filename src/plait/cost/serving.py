@@ -152,6 +152,9 @@ class Serving:
         kv_exchange: between kv_cp ranks, "ag_rs" or "a2a". q_copied: each of them projects the
             queries of all.
         moe_tokens_cut: tokens are split over attn_tp between attention and experts.
+        dense_copied: dense MLPs are whole on each rank. head_apart: the head is not where the
+            engine usually has it: SGLang's over attention tp alone, TensorRT-LLM's over the
+            attention-DP ranks.
         node: devices of a node, where the launch says so. nodes: how many.
     """
 
@@ -187,6 +190,8 @@ class Serving:
     kv_exchange: str = "ag_rs"
     q_copied: bool = False
     moe_tokens_cut: bool = False
+    dense_copied: bool = False
+    head_apart: bool = False
     node: int | None = None
     nodes: int = 1
 
@@ -213,7 +218,7 @@ def on(serving: Serving, layout: Layout) -> Serving:
     """The same engine with the same choices on another layout.
 
     In serving, dp_shard is attention-DP inside one engine, dp_replicate are replicas and cp is
-    context parallelism of prefill; a launch of TensorRT-LLM uses cp for decode (Helix).
+    context parallelism of prefill, and where dcp is cp of decode too (TensorRT-LLM's Helix).
     """
     roles = replace(
         serving,
@@ -258,10 +263,10 @@ def _sglang(s: Serving) -> Serving:
     return replace(
         s,
         kv_tp=max(1, s.attn_tp // s.kv_cp),
-        dense_tp=1 if s.dense_tp == 1 and whole > 1 else whole,
+        dense_tp=1 if s.dense_copied else whole,
         shared_tp=1 if dispatch else whole,
         embed_tp=1 if s.attn_dp > 1 else whole,
-        head_tp=s.attn_tp if s.head_tp == s.attn_tp else whole,
+        head_tp=s.attn_tp if s.head_apart else whole,
         exchange="dispatch" if dispatch else "gather" if s.attn_dp > 1 else "sum",
     )
 
@@ -269,14 +274,15 @@ def _sglang(s: Serving) -> Serving:
 def _trtllm(s: Serving) -> Serving:
     # Attention DP has no tensor parallelism beside it; MLPs and the vocabulary are copied then.
     cut = 1 if s.attn_dp > 1 else s.attn_tp
+    # Helix: the ranks that share the cache cut the MLPs too.
+    helix = s.kv_cp > 1
     return replace(
         s,
-        kv_cp=s.q_cp if s.kv_cp == 1 else s.kv_cp,
         kv_tp=s.attn_tp,
-        dense_tp=cut,
-        shared_tp=cut,
+        dense_tp=cut * (s.q_cp if helix else 1),
+        shared_tp=cut * (s.q_cp if helix else 1),
         embed_tp=cut,
-        head_tp=s.attn_dp if s.attn_dp > 1 and s.head_tp > 1 else cut,
+        head_tp=s.attn_dp if s.attn_dp > 1 and s.head_apart else cut,
         exchange="gather" if s.attn_dp > 1 else "sum",
     )
 
@@ -319,9 +325,10 @@ def limits(serving: Serving) -> list[Limit]:
             of_rank = max(1, value // serving.attn_dp)
         ranks = serving.attn_dp * serving.replicas
         whose = f"of each of {ranks} data-parallel ranks" if ranks > 1 else "in all"
-        if c.each == "engine" and ranks > 1:
+        if c.each == "engine" and serving.attn_dp > 1:
             whose = f"of an engine, shared out over its {serving.attn_dp} attention-DP ranks"
-            whose += f", {serving.replicas} engines" if serving.replicas > 1 else ""
+        elif c.each == "engine" and ranks > 1:
+            whose = f"of each of {ranks} replicas"
         whole = None if of_rank is None else of_rank * ranks
         found.append(Limit(c.option, value, f"{c.what}, {whose}", c.each, of_rank, whole))
     return found

@@ -88,7 +88,7 @@ def _messages(model: Model, s: Serving) -> Iterator[_Message]:
 
 def _attention(model: Model, s: Serving, stream: int, wide: int) -> Iterator[_Message]:
     layer, mla = "every layer", model.mla
-    if s.q_cp > 1 and s.engine != "trtllm":
+    if s.q_cp > 1 and not (s.engine == "trtllm" and s.kv_cp > 1):
         width = mla.kv_rank + mla.rope_dim if mla else 2 * kv_heads(model, s) * model.head_dim
         bytes_ = s.q_cp * width * kv_element_bytes(s)
         what = "keys and values of the new tokens"

@@ -14,7 +14,7 @@ from typing import Any
 from plait.cost.serving import Serving
 from plait.dialects.flags import Word, settings_of
 from plait.dialects.huggingface_names import named, nearest_name
-from plait.dialects.launch import Told, note
+from plait.dialects.launch import AT_START, Told, note, refused
 from plait.dialects.serve_words import Serve, options
 from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import LARGEST, Source
@@ -49,12 +49,26 @@ def flags(name: str, short: bool = True) -> Flags:
     return Flags(arity, {row[0]: row[2] for row in rows if len(row) > 2}, short)
 
 
-def read(serve: Serve, known: Flags, positional: str, source: Source) -> list[Setting]:
-    """The options of a server; what a file of options says stands before its flags, which are
-    stronger."""
+@lru_cache
+def names(name: str) -> frozenset[str]:
+    """The words in `known/<name>.txt`, one a line."""
+    text = files("plait.dialects").joinpath("known", f"{name}.txt").read_text("utf-8")
+    return frozenset(text.split())
+
+
+def read(
+    serve: Serve, known: Flags, positional: str, switches: Iterable[str] = ()
+) -> list[Setting]:
+    """The options of a server.
+
+    Args:
+        positional: the option that the first loose word is. switches: that no version knows any
+            more, and that took no value.
+    """
     words = [_spelled(word, known) for word in serve.words]
-    dotted = {w.text.partition("=")[0]: "1" for w in words if _is_dotted(w.text)}
-    said, loose = settings_of(words, {**known.arity, **dotted}, known.aliases)
+    more = {w.text.partition("=")[0]: "1" for w in words if _is_dotted(w.text)}
+    more |= dict.fromkeys(switches, "0")
+    said, loose = settings_of(words, {**known.arity, **more}, known.aliases)
     said = [_switched(s, known) for s in said]
     said += [replace(s, name=canonical(s.name, known)) for s in serve.settings]
     if loose:
@@ -101,10 +115,19 @@ def _switched(setting: Setting, known: Flags) -> Setting:
 # Files of options
 
 
-def options_file(name: str, serve: Serve, source: Source, settings: list[Finding]) -> list[Setting]:
+def options_file(
+    name: str,
+    serve: Serve,
+    source: Source,
+    findings: list[Finding],
+    known: Flags | None = None,
+) -> list[Setting]:
     """The options in a file that a launch names: one that it writes itself, or one beside it.
 
-    What is wrong with it goes to `settings`: it may decide the layout.
+    What is wrong with it goes to `findings`: it may decide the layout.
+
+    Args:
+        known: the flags that its keys are names of, if they are.
     """
     written = dict(serve.files) | {Path(n).name: text for n, text in serve.files.items()}
     text = written.get(name, written.get(Path(name).name))
@@ -114,14 +137,15 @@ def options_file(name: str, serve: Serve, source: Source, settings: list[Finding
         )  # fmt: skip
         tree = read_yaml(file)
     except UserError as problem:
-        settings += problem.findings
+        findings += problem.findings
         return []
     if tree is None:
         return []
     if not isinstance(tree, Mapping):
-        settings.append(error(name, None, "holds no options", rule="unreadable-file"))
+        findings.append(error(name, None, "holds no options", rule="unreadable-file"))
         return []
-    return list(options(tree, Path(name).name))
+    said = list(options(tree, Path(name).name))
+    return [replace(s, name=canonical(s.name, known)) for s in said] if known else said
 
 
 def _beside(source: Source, name: str) -> Source:
@@ -149,7 +173,7 @@ def config(settings: Settings, name: str, aliases: Iterable[str] = ()) -> dict[s
                 settings.findings.append(error(f"{setting.where} {name}".strip(), value, message))
         settings.taken[name] = (value, "")
         if isinstance(value, Mapping):
-            table |= _dotted(value)
+            table |= dotted(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             table["mode"] = value
     for key in list(settings.said):
@@ -168,11 +192,11 @@ def _json(value: Any) -> Any:
         return value
 
 
-def _dotted(tree: Mapping[Any, Any], prefix: str = "", deep: int = 0) -> dict[str, Any]:
+def dotted(tree: Mapping[Any, Any], prefix: str = "", deep: int = 0) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and deep < 8:
-            flat |= _dotted(value, f"{prefix}{key}.", deep + 1)
+            flat |= dotted(value, f"{prefix}{key}.", deep + 1)
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -207,6 +231,17 @@ def degree(settings: Settings, name: str, means: str, default: int = 1) -> int:
         message = f"{value} is no number of ranks"
         settings.findings.append(error(f"{setting.where} {name}".strip(), value, message, 1))
     return default
+
+
+def positive(value: int | None) -> int | None:
+    return value if value is not None and 0 < value < 10**12 else None
+
+
+def partition(text: str | None) -> tuple[int, ...] | None:
+    """Layers of the stages, as a variable lists them; None where it does not."""
+    parts = (text or "").split(",")
+    whole = all(p.strip().isdecimal() and len(p.strip()) < 6 for p in parts)
+    return tuple(int(p) for p in parts) if text and whole and len(parts) < 10_000 else None
 
 
 def switch(settings: Settings, name: str, means: str = "", default: bool = False) -> bool:
@@ -297,6 +332,17 @@ SCHEMES = {
 def weights_of(said: str | None, stored: str | None) -> str | None:
     """The scheme of the weights: as they are stored, else what the engine makes of them."""
     return stored or SCHEMES.get((said or "").lower())
+
+
+def lost(settings: Settings, gone: Mapping[str, str], engine: str) -> list[Finding]:
+    """What is refused of options that this version does not have any more."""
+    found = []
+    for name in settings.said.keys() & gone.keys():
+        settings.taken[name] = (settings.said[name].value, "gone")
+        words = f"{name} is gone" + (f": {gone[name]}" if gone[name] else "")
+        rule = f"{engine.lower().replace('-', '')}-lost-option"
+        found.append(refused(engine, rule, AT_START, words, name))
+    return sorted(found, key=lambda f: f.message)
 
 
 def unread(settings: Settings, known: Flags) -> set[str]:

@@ -28,7 +28,7 @@ class Program:
         modules: after `python -m`, or a script of that name.
         images: parts of the name of a container that starts the server by itself.
         classes: Python classes that make an engine, and the option that their first argument is.
-        positional: the option that the first loose word is.
+        package: of these classes.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Program:
     modules: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict)
-    positional: str = "--model"
+    package: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,8 @@ def _python(source: Source, program: Program) -> Iterator[Serve]:
         reader.call(name)
     found: dict[tuple[str, int], Made] = {}
     for call in reader.calls:
-        if call.word in program.classes:
+        own = call.name.startswith(program.package) or "." not in call.name
+        if call.word in program.classes and own:
             found.setdefault((call.name, call.line), call)
     for call in found.values():
         where = f"{source.name}:{call.line}"

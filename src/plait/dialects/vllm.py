@@ -7,7 +7,6 @@ its own. Ranks from the fastest axis: tp, pcp, pp, dp.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from plait.cost.serving import Serving, on
@@ -17,7 +16,7 @@ from plait.dialects.serve_options import count, degree, switch
 from plait.dialects.serve_words import Program, serves
 from plait.dialects.settings import Settings
 from plait.dialects.source import Source
-from plait.dialects.vllm_rules import LOST, LOST_PASSES, LOST_VARIABLES, check
+from plait.dialects.vllm_rules import LOST, LOST_PASSES, LOST_SWITCHES, LOST_VARIABLES, check
 from plait.dialects.vllm_write import write
 from plait.spec.findings import Finding
 from plait.spec.layout import Layout
@@ -34,6 +33,7 @@ PROGRAM = Program(
     ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server"),
     ("vllm-openai", "vllm/vllm", "rocm/vllm"),
     {name: "--model" for name in ("LLM", "EngineArgs", "AsyncEngineArgs")},
+    "vllm",
 )
 
 #: Variables that decide a rule.
@@ -50,12 +50,11 @@ def read(source: Source, told: Told) -> Launch:
     """What a launch serves, of several servers the first."""
     found = serves(source, PROGRAM)
     serve, known = found[0], options.flags("vllm")
-    said = options.read(serve, known, "--model", source)
+    said = options.read(serve, known, "--model", LOST_SWITCHES)
     trouble: list[Finding] = []
     files = [s for s in said if s.name == "--config" and isinstance(s.value, str)]
     if files:
-        said = options.options_file(files[-1].value, serve, source, trouble) + said
-        said = [replace(s, name=options.canonical(s.name, known)) for s in said]
+        said = options.options_file(files[-1].value, serve, source, trouble, known) + said
     settings = Settings(said, told.given)
     settings.findings += trouble
     settings.take("--config", str, None, "a file of options")
@@ -95,7 +94,7 @@ def _degrees(
     own: dict[str, Any] = {"tp": tp, "pp": pp, "cp": pcp, "dcp": dcp}
     own |= {"dp_shard": dp, "dp_replicate": 1} if moe else {"dp_shard": 1, "dp_replicate": dp}
     own |= {"ep": group if experts and moe else 1, "etp": 1 if experts or not moe else group}
-    stages = _partition(environment.get("VLLM_PP_LAYER_PARTITION"))
+    stages = options.partition(environment.get("VLLM_PP_LAYER_PARTITION"))
     if stages is not None and pp > 1:
         own["stages"] = stages
     facts = {"experts": experts, "dp": dp, "partition": environment.get("VLLM_PP_LAYER_PARTITION")}
@@ -124,12 +123,6 @@ def _degrees(
     return own, facts
 
 
-def _partition(text: str | None) -> tuple[int, ...] | None:
-    parts = (text or "").split(",")
-    whole = all(p.strip().isdecimal() and len(p.strip()) < 6 for p in parts)
-    return tuple(int(p) for p in parts) if text and whole and len(parts) < 10_000 else None
-
-
 def _serving(
     settings: Settings,
     stored: str | None,
@@ -140,6 +133,8 @@ def _serving(
     quantization = settings.take("--quantization", str, None, "how weights are stored")
     dtype = settings.take("--dtype", str, "auto", "train.dtype")
     length = _length(settings)
+    requests = count(settings, "--max-num-seqs", None, "requests of a step")
+    tokens = count(settings, "--max-num-batched-tokens", None, "tokens of a step")
     redundant = facts["eplb_config"].get("num_redundant_experts", 0)
     facts["redundant"] = redundant if isinstance(redundant, int) and 0 <= redundant < 10**6 else 0
     block = count(settings, "--block-size", None, "tokens of a block of the cache")
@@ -155,8 +150,8 @@ def _serving(
         weights=options.weights_of(quantization, stored),
         kv_dtype=settings.take("--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",
         max_len=length,
-        max_requests=_positive(count(settings, "--max-num-seqs", None, "requests of a step")),
-        max_tokens=_positive(count(settings, "--max-num-batched-tokens", None, "tokens of a step")),
+        max_requests=options.positive(requests),
+        max_tokens=options.positive(tokens),
         fraction=fraction if isinstance(fraction, float) and 0 < fraction <= 1 else None,
         block=block if block and 0 < block <= 10**6 else usual,
         interleave=interleave or old or 1,
@@ -175,16 +170,12 @@ def _serving(
     return serving, notes
 
 
-def _positive(value: int | None) -> int | None:
-    return value if value is not None and 0 < value < 10**12 else None
-
-
 def _length(settings: Settings) -> int | None:
     setting = settings.said.get("--max-model-len")
     if setting is not None and str(setting.value).strip().lower() in ("auto", "-1"):
         settings.taken["--max-model-len"] = (setting.value, "as long as the cache allows")
         return None
-    return _positive(count(settings, "--max-model-len", None, "train.seq_len"))
+    return options.positive(count(settings, "--max-model-len", None, "train.seq_len"))
 
 
 def settle(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,11 +201,7 @@ def _changes(
 ) -> list[Finding]:
     """What the launch alone shows: options that this version has lost, names that silently become
     something else."""
-    found = []
-    for name in settings.said:
-        if name in LOST:
-            found.append(_lost(name, LOST[name]))
-            settings.taken[name] = (settings.said[name].value, "lost")
+    found = options.lost(settings, LOST, "vLLM")
     for key in facts["passes"]:
         name = key.removeprefix("pass_config.")
         if name in LOST_PASSES:
@@ -244,8 +231,3 @@ def _changes(
         words = "the weights and the cache of the model that drafts are not counted"
         found.append(note("vLLM", "vllm-draft", words))
     return found
-
-
-def _lost(name: str, instead: str) -> Finding:
-    words = f"{name} is gone" + (f": {instead}" if instead else "")
-    return refused("vLLM", "vllm-lost-option", "at start", words, name)

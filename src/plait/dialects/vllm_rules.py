@@ -47,6 +47,15 @@ LOST = {
     "--eplb-log-balancedness": "--eplb-config.log_balancedness",
 }
 
+#: Of these, those that took no value.
+LOST_SWITCHES = frozenset(
+    "--disable-log-requests --use-v2-block-manager --enable-reasoning --worker-use-ray"
+    " --engine-use-ray --multi-step-stream-outputs --full-cuda-graph --enable-prompt-adapter"
+    " --disable-frontend-multiprocessing --disable-async-output-proc"
+    " --disable-mm-preprocessor-cache --enable-multimodal-encoder-data-parallel"
+    " --eplb-log-balancedness".split()
+)
+
 #: Keys of pass_config that are gone.
 LOST_PASSES = (
     "enable_sequence_parallelism",
