@@ -31,7 +31,7 @@ def read_yaml(source: Source) -> Any:
         raise UserError([_error(source, f"not valid YAML{line}: {said}")]) from None
     except (RecursionError, ValueError, OverflowError, MemoryError):
         raise UserError([_error(source, "not valid YAML: nested too deeply")]) from None
-    return _bounded(tree, source)
+    return bounded(tree, source)
 
 
 def _plain(loader: type) -> type:
@@ -63,7 +63,7 @@ def read_json(source: Source) -> Any:
         UserError: not JSON, too deep, or too much.
     """
     try:
-        return _bounded(json.loads(source.text), source)
+        return bounded(json.loads(source.text), source)
     except ValueError as problem:
         raise UserError([_error(source, f"not valid JSON: {problem}")]) from None
     except RecursionError:
@@ -74,7 +74,7 @@ def _error(source: Source, message: str) -> Any:
     return error(str(source.path or source.name), None, message, rule="unreadable-file")
 
 
-def _bounded(tree: Any, source: Source) -> Any:
+def bounded(tree: Any, source: Source) -> Any:
     """The tree, if walking it takes a bearable time."""
     count = 0
     level = [tree]
