@@ -103,22 +103,24 @@ def _in_words(
 ) -> Iterator[Serve]:
     """The server in a command, whatever stands before it."""
     texts = [word.text for word in words]
-    for at in range(len(texts)):
-        after = _after(texts, at, program)
-        if after is not None:
-            yield Serve(tuple(words[after:]), environment=_set(texts[:at]))
-            return
-    for word in words:
-        # A command in one word: ssh node "vllm serve ...", tmux new -d "...".
-        named = any(c in word.text for c in (*program.commands, *program.modules))
-        if depth < _DEEPEST and named and re.search(r"\s", word.text):
-            inner = replace(source, text=word.text, path=None)
-            yield from _script(inner, program, depth + 1)
-            return
+    for start in (_started, _contained):
+        for at in range(len(texts)):
+            after = start(texts, at, program)
+            if after is not None:
+                yield Serve(tuple(words[after:]), environment=_set(texts[:at]))
+                return
+        if start is _started:
+            # A command in one word: ssh node "vllm serve ...", tmux new -d "...".
+            for word in words if depth < _DEEPEST else ():
+                named = any(c in word.text for c in (*program.commands, *program.modules))
+                if named and re.search(r"\s", word.text):
+                    inner = replace(source, text=word.text, path=None)
+                    yield from _script(inner, program, depth + 1)
+                    return
 
 
-def _after(texts: list[str], at: int, program: Program) -> int | None:
-    """Where the arguments of a server begin that starts at a word; None: none does."""
+def _started(texts: list[str], at: int, program: Program) -> int | None:
+    """Where the arguments begin of a server that a word starts; None: it starts none."""
     first = texts[at].rstrip("/").rpartition("/")[2]
     for command in program.commands:
         own = command.split()
@@ -128,13 +130,19 @@ def _after(texts: list[str], at: int, program: Program) -> int | None:
     for known in program.modules:
         if module == known or (at and texts[at].endswith(".py") and module.endswith(known)):
             return at + 1
-    image = texts[at].lower()
-    if at and any(part in image for part in program.images) and "=" not in image:
-        rest = texts[at + 1 :]
-        if rest and not rest[0].startswith("-") and rest[0] in ("serve", "bash", "sh", "python3"):
-            return at + 2 if rest[0] == "serve" else None
-        return at + 1
     return None
+
+
+def _contained(texts: list[str], at: int, program: Program) -> int | None:
+    """The same of a container whose image starts the server by itself."""
+    image = texts[at].lower()
+    if not at or "=" in image or not any(part in image for part in program.images):
+        return None
+    rest = texts[at + 1 :]
+    other = rest and (rest[0].startswith("/") or re.fullmatch(r"(ba|z)?sh|python3?|vllm", rest[0]))
+    if other:
+        return None
+    return at + 2 if rest and rest[0] == "serve" else at + 1
 
 
 def _set(texts: Sequence[str]) -> dict[str, str]:
@@ -286,7 +294,11 @@ def _python(source: Source, program: Program) -> Iterator[Serve]:
     for call in found.values():
         where = f"{source.name}:{call.line}"
         first = {program.classes[call.word]: call.args[0]} if call.args else {}
-        said = {f"--{k.replace('_', '-')}": v for k, v in call.fields.items()}
+        said = {
+            f"--{k.replace('_', '-')}": v
+            for k, v in call.fields.items()
+            if not (isinstance(v, Made) and v.name == f"{call.name}.{k}")  # a method
+        }
         settings = []
         for name, value in (first | said).items():
             opened = value.name if isinstance(value, Open) else None
@@ -304,13 +316,17 @@ def _python(source: Source, program: Program) -> Iterator[Serve]:
             yield from _in_words(words, program, source, 0)
 
 
-def _plain(value: Any) -> Any:
-    """What a setting can hold of a Python value."""
+def _plain(value: Any, deep: int = 0) -> Any:
+    """What a setting can hold of a Python value; calls may hold each other."""
     if isinstance(value, str | int | float | bool | None):
         return value
+    if deep > 8:
+        return "..."
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_plain(v, deep + 1) for v in value]
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain(v, deep + 1) for k, v in value.items()}
     fields = getattr(value, "fields", None)
-    return _plain(fields) if isinstance(fields, Mapping) else str(getattr(value, "name", value))
+    if isinstance(fields, Mapping):
+        return _plain(fields, deep + 1)
+    return str(getattr(value, "name", value))
