@@ -174,7 +174,7 @@ def test_hydra_words():
                 "checkpoint.load=null",
                 "dataset.split='\"9,8,2\"'",
             )
-        ]  # fmt: skip
+        ]
     )
     said = {s.name: s.value for s in words.overrides}
     assert said == {
@@ -405,17 +405,44 @@ cfg.model.tensor_model_parallel_size = 4
     assert (launch.fields["train.global_batch"], launch.fields["layout.micro_batch"]) == (32, 2)
 
 
+def test_a_model_by_the_class_that_provides_it():
+    launch = of(
+        """
+cfg = ConfigContainer(
+    model=Llama32ModelProvider1B(tensor_model_parallel_size=2, num_layers=4),
+    train=TrainingConfig(global_batch_size=8, micro_batch_size=1),
+)
+""",
+        "train.py",
+    )
+    assert launch.fields["model"] == "llama3.2-1b"
+    assert launch.fields["model.layers"] == 4
+    assert launch.fields["layout.tp"] == 2
+
+
 # --- rules -----------------------------------------------------------------------------------
 
 
-def test_expert_grid_through_the_hidden_default(capsys):
-    """ETP is as large as TP where nobody says it (core/parallel_state.py): TP 4 x EP 8 x PP 2 is
-    64 on 16 GPUs. The nearest legal command says ETP 1, and is legal."""
-    text = (
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1 {RUN} --recipe mixtral "
-        "model.tensor_model_parallel_size=4 model.expert_model_parallel_size=8 "
-        "model.pipeline_model_parallel_size=2 model.sequence_parallel=true"
-    ).replace("--recipe mixtral ", "")
+GRID = (
+    f"CUDA_DEVICE_MAX_CONNECTIONS=1 {RUN} model.tensor_model_parallel_size=4 "
+    "model.expert_model_parallel_size=8 model.pipeline_model_parallel_size=2 "
+    "model.sequence_parallel=true"
+)
+
+
+def test_experts_are_whole_by_default():
+    """models/transformer_config.py: an unset ETP is 1 where EP is above 1, not TP as in Megatron;
+    older releases leave it to Megatron, which the note says."""
+    launch = of(GRID)
+    assert launch.fields["layout.etp"] == 1
+    note = next(f for f in launch.findings if f.rule == "megatron-bridge-etp")
+    assert "older releases" in note.message
+    assert "32 ranks" in note.message
+
+
+def test_expert_grid(capsys):
+    """ETP 4 x EP 8 x PP 2 is 64 on 16 GPUs. The nearest legal command says another ETP."""
+    text = f"{GRID} model.expert_tensor_parallel_size=4"
     code, answer = explained(
         capsys, f"{text} train.global_batch_size=16 train.micro_batch_size=1",
         "--model", "mixtral-8x7b",
@@ -423,7 +450,7 @@ def test_expert_grid_through_the_hidden_default(capsys):
     assert code == 1
     assert rules_of(answer)["megatron-expert-grid"] == "error"
     grid = next(f for f in answer["findings"] if f["rule"] == "megatron-expert-grid")
-    assert "by default is as large as TP" in grid["message"]
+    assert "= 64 does not divide the world of 16" in grid["message"]
     legal = answer["source"]["legal"]["launch.sh"]
     launch = of(legal, "launch.sh")
     assert launch.fields["layout.etp"] == 1
@@ -510,7 +537,8 @@ def test_uneven_stages_are_told_stage_by_stage():
     # recipes/deepseek/h100/deepseek_v3.py: 4 layers on each of 15 stages, 1 on the last.
     assert launch.fields["layout.stages"] == (4,) * 15 + (1,)
     other = of(f"{RUN} --recipe deepseek_v3_pretrain_config -pp 8")
-    assert "layout.stages" not in other.fields
+    stages = other.fields["layout.stages"]
+    assert (len(stages), sum(stages), max(stages)) == (8, 61, 8)
 
 
 # --- the way back ----------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from plait.dialects.bridge_recipes import Recipe
 from plait.dialects.launch import changed, note, refused
 from plait.dialects.settings import Setting
 from plait.spec.build import convert
+from plait.spec.chunks import balanced
 from plait.spec.findings import Finding, closest
+from plait.spec.jobfile import draft
 
 TARGET = "Megatron-Bridge"
 
@@ -134,6 +136,7 @@ def resolved(recipe: Recipe | None, said: list[Setting], synced: bool) -> Contai
     container = Container(rest | own, frozenset(own))
     if synced and recipe:
         _stages(container, recipe)
+    _experts(container)
     _lengths(container, synced)
     _precision(container)
     _distributed(container)
@@ -148,7 +151,8 @@ def _stages(c: Container, recipe: Recipe) -> None:
     stages = "model.pipeline_model_parallel_size"
     if not c.said & {stages, "model.virtual_pipeline_model_parallel_size"}:
         return
-    gone = [path] if recipe.rebuilt else []
+    rebuilt = recipe.rebuilt and path not in c.said
+    gone = [path] if rebuilt else []
     if stages in c.said and path not in c.settings:
         ends = ("first", "last")
         gone += [f"model.num_layers_in_{end}_pipeline_stage" for end in ends]
@@ -158,6 +162,43 @@ def _stages(c: Container, recipe: Recipe) -> None:
     if gone:
         message = f"{' and '.join(gone)} of the recipe is made anew for these stages; balanced here"
         c.findings.append(note(TARGET, "megatron-bridge-stages", message))
+    if rebuilt and (layers := _layers(c, recipe)):
+        c.put(path, _balanced(c, layers), "made anew")
+
+
+def _layers(c: Container, recipe: Recipe) -> int | None:
+    made = draft("plan", None, recipe.model | {"ranks": 1}) if recipe.model else None
+    own = made.job.model.layers if made and made.job else None
+    return c.value("model.num_layers", int, own)
+
+
+def _balanced(c: Container, layers: int) -> str | None:
+    """A layout of equal stages, in Megatron's letters."""
+    pp = c.value("model.pipeline_model_parallel_size", int, 1)
+    vpp = c.value("model.virtual_pipeline_model_parallel_size", int, 1)
+    if not 1 < pp * vpp <= layers or layers > 10_000:
+        return None
+    rows = ["t" * n for n in balanced(layers, pp * vpp)]
+    rows[0], rows[-1] = "E" + rows[0], rows[-1] + "m" * c.value("model.mtp_num_layers", int, 0)
+    return "|".join(rows) + "L"
+
+
+def _experts(c: Container) -> None:
+    """Experts are whole where EP is above 1 and nobody says otherwise
+    (models/transformer_config.py, _set_moe_expert_tensor_parallel_default)."""
+    path, ep = "model.expert_tensor_parallel_size", c.value("model.expert_model_parallel_size", int)
+    if ep is None or ep <= 1 or c.value(path, int) is not None:
+        return
+    if path in c.settings and c.settings[path].open:
+        return
+    tp = c.value("model.tensor_model_parallel_size", int, 1)
+    if tp > 1:
+        message = (
+            f"ETP is 1, as nothing says it and EP is {ep}; older releases make it as large as TP "
+            f"({tp}), where each stage needs ETP x EP = {tp * ep} ranks"
+        )
+        c.findings.append(note(TARGET, "megatron-bridge-etp", message, 1))
+    c.put(path, 1, "by default where EP is above 1")
 
 
 def _lengths(c: Container, synced: bool) -> None:

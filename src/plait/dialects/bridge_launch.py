@@ -170,13 +170,17 @@ def _base(said: Said, run: launchers.Run, words: Words, source: Source) -> None:
             where = f"{given.where} {given.name}".strip()
             said.findings.append(error(where, name, message, near, "megatron-bridge-recipe"))
         return
-    if run.program.text.endswith(".py") and not run.program.open:
+    if not run.program.text.endswith(".py"):
+        return
+    # The folder of a script is often asked of the shell, and is that of the launch.
+    for path in (run.name,) if run.program.open else (run.program.text, run.name):
         try:
-            program = read_python(source.beside(run.program.text))
+            program = read_python(source.beside(path))
         except UserError:
-            return
+            continue
         said.settings += program.settings
         said.recipe, said.model, said.hub = program.recipe, program.model, program.hub
+        return
 
 
 def _benchmark(said: Said, model: str, flags: Mapping[str, Setting], text: Any) -> str:

@@ -149,6 +149,13 @@ def model_of(hub: str) -> dict[str, Any]:
     return dict(known.fields) if known else {}
 
 
+def provided(provider: str) -> dict[str, Any]:
+    """A model by the name of the class that provides it, as fields of a job file; {} where its
+    sizes are arguments."""
+    preset = _table()["providers"].get(provider)
+    return {"model": preset} if preset else {}
+
+
 def recipe_for(preset: str) -> tuple[str, bool] | None:
     """The recipe that trains a preset model, for writing, and whether its model is exactly that
     of the preset; the smallest one that pre-trains, where there is one."""
