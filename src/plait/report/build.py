@@ -139,7 +139,7 @@ def _layout(job: Job, legal: bool, world: int | None, serving: Serving | None) -
     return asdict(job.layout) | derived
 
 
-def _grids(layout: Layout, serving: Serving | None) -> dict[str, dict[str, int]]:
+def _grids(layout: Layout, serving: Serving | None) -> dict[str, dict[str, int] | None]:
     if serving is not None:
         return serving_grids(layout, serving)
     return {"dense": _sizes(dense_grid(layout)), "expert": _sizes(expert_grid(layout))}

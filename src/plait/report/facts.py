@@ -51,8 +51,18 @@ def grid_axes(report: Report, grid: str) -> list[Axis]:
     return axes
 
 
+def stage_axis(report: Report) -> Axis:
+    """The axis of the stages; an engine may have data parallelism outside of it."""
+    return next(axis for axis in grid_axes(report, "dense") if axis.name == "pp")
+
+
 def traffic_axes(report: Report) -> list[Axis]:
-    """The axes that messages go over, by the ledger's names; those of more than one rank."""
+    """The axes that messages go over, by the ledger's names; those of more than one rank. Of
+    serving, those of the grids."""
+    if report["serving"]:
+        axes = grid_axes(report, "dense")
+        axes += grid_axes(report, "expert")[:2] if has_experts(report) else []
+        return [axis for axis in axes if axis.size > 1]
     layout = layout_of(report)
     inner = layout.tp * layout.cp
     axes = [

@@ -193,13 +193,16 @@ def memory(job: Job, serving: Serving) -> dict[str, Any]:
     }
 
 
-def grids(layout: Layout, serving: Serving) -> dict[str, dict[str, int]]:
+def grids(layout: Layout, serving: Serving) -> dict[str, dict[str, int] | None]:
     """The ranks in the order of the engine, by the names of a layout's axes."""
     names = {"tp": "tp", "cp": "cp", "dp": "dp_shard", "pp": "pp"}
     dense = {names[axis]: getattr(layout, names[axis]) for axis in serving.kind.order}
     dense["dp_replicate"] = layout.dp_replicate
-    inner = layout.etp * layout.ep
-    whole = prod(dense.values())
-    edp = whole // max(1, inner * layout.pp)
-    return {"dense": dense, "expert": {"etp": layout.etp, "ep": layout.ep, "edp": edp,
-                                       "pp": layout.pp}}  # fmt: skip
+    # Data parallel ranks outside of the stages: experts lie on ranks that are no run of numbers.
+    order = serving.kind.order
+    apart = order.index("dp") > order.index("pp") and layout.pp > 1 and layout.dp_shard > 1
+    if apart:
+        return {"dense": dense, "expert": None}
+    edp = prod(dense.values()) // max(1, layout.etp * layout.ep * layout.pp)
+    expert = {"etp": layout.etp, "ep": layout.ep, "edp": edp, "pp": layout.pp}
+    return {"dense": dense, "expert": expert}

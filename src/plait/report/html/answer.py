@@ -12,6 +12,8 @@ _LEVELS = {"error": "✗", "warning": "!", "note": "i"}
 def verdict(report: dict[str, Any]) -> Markup:
     """One sentence, and below it the numbers."""
     held, cluster = report["memory"], report["cluster"]
+    if report["serving"] and held["by_stage"]:
+        return _served(report)
     if report["traffic"] is None:
         words = element("strong", "Illegal."), " What is wrong is said below."
         return element("section", element("p", *words), class_="verdict bad", aria_label="Answer")
@@ -29,6 +31,35 @@ def verdict(report: dict[str, Any]) -> Markup:
         "section",
         element("p", *words),
         element("ul", *(_tile(*tile) for tile in _tiles(report, used))),
+        class_=f"verdict {kind}".strip(),
+        aria_label="Answer",
+    )
+
+
+def _served(report: dict[str, Any]) -> Markup:
+    """Whether the cache has room for a request of the greatest length."""
+    served, held = report["serving"], report["memory"]
+    tiles = [
+        (amount(served["weight_bytes"]), "of weights on the fullest rank"),
+        (amount(served["kv_bytes_per_token"]), "of cache a token and rank"),
+        (f"{served['kv_copies']:g}", "copies of a request's cache"),
+    ]
+    if held["device_bytes"] is None:
+        kind, words = "", ("Name a device to know what fits.",)
+    else:
+        fits = held["margin_bytes"] >= 0
+        kind, word = ("good", "Fits.") if fits else ("bad", "Does not fit.")
+        rest = f" The cache holds {served['tokens']:,} tokens; a request may have "
+        words = element("strong", word), rest + f"{served['max_len']:,}."
+        tiles.append((f"{served['max_concurrency']:.1f}", "longest requests at once"))
+    if any(finding["level"] == "error" for finding in report["findings"]):
+        target = report["source"]["dialect"]
+        kind = "bad"
+        words = element("strong", f"{target} would not run this."), " If it did: ", *words
+    return element(
+        "section",
+        element("p", *words),
+        element("ul", *(_tile(*tile) for tile in tiles)),
         class_=f"verdict {kind}".strip(),
         aria_label="Answer",
     )

@@ -3,7 +3,7 @@ document.documentElement.classList.add("scripted");
 
 // The flags, to copy.
 const copy = document.getElementById("copy");
-copy.addEventListener("click", async () => {
+copy?.addEventListener("click", async () => {
   const code = document.getElementById("flags");
   getSelection().selectAllChildren(code);
   let done = false;
@@ -56,7 +56,7 @@ if (source) {
         name !== "world" && !elsewhere.includes(name) && together(rank, other, size, stride));
       cell.className = other === rank ? "self" : axis ? `a-${axis[0]}` : "";
     }
-    const stage = String(Math.floor(rank / facts.stage));
+    const stage = String(at(rank, facts.stages, facts.stage));
     for (const table of document.querySelectorAll("table.sent"))
       table.hidden = !table.dataset.stages.split(" ").includes(stage);
     for (const [name, size, stride] of facts.axes)

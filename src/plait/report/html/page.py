@@ -9,6 +9,7 @@ from plait.report.html.memory import memory
 from plait.report.html.pipeline import pipeline
 from plait.report.html.question import question
 from plait.report.html.ranks import ranks
+from plait.report.html.serving import serving
 from plait.report.html.source import source
 from plait.report.html.traffic import traffic
 
@@ -29,13 +30,15 @@ def page(report: dict[str, Any], timeline: "Timeline | None" = None) -> str:
     model, cluster, world = report["model"]["name"], report["cluster"], report["world"]
     title = f"{model} on {world} {'x ' + cluster['device'] if cluster else 'ranks'}"
     legal = report["traffic"] is not None
+    whole = report["grids"]["dense"] is not None
     content = [
         element("header", element("p", "plait", class_="brand"), element("h1", title)),
         verdict(report),
         findings(report["findings"]),
         question(report),
         source(report["source"]) if "source" in report else None,
-        ranks(report) if world > 1 else None,
+        ranks(report) if world > 1 and whole else None,
+        serving(report) if report["serving"] else None,
         memory(report) if legal else None,
         traffic(report) if legal else None,
         pipeline(report, timeline) if legal and report["layout"]["pp"] > 1 else None,

@@ -13,6 +13,10 @@ def question(report: dict[str, Any]) -> Markup:
         *(join(element("dt", name), element("dd", words)) for name, words in _facts(report)),
         class_="facts",
     )
+    if report["serving"]:
+        return element(
+            "section", element("h2", "What was asked"), facts, aria_label="What was asked"
+        )
     # A line does not end within a flag.
     said = (join(" " if i else "", element("span", f)) for i, f in enumerate(flags(report)))
     copy = element(
@@ -33,19 +37,28 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     size = f"{count(model['parameters'])} parameters"
     if model["active_parameters"] != model["parameters"]:
         size += f", {count(model['active_parameters'])} active"
-    dp = layout["dp_replicate"] * layout["dp_shard"]
     facts = [("Model", f"{model['name']}: {size}, {model['layers']} layers")]
     if cluster:
         device = f"{report['world']} x {cluster['device']}, {amount(cluster['memory'])} each"
         facts.append(("Devices", f"{device}, fast links among {cluster['fast_domain']}"))
+    if report["serving"]:
+        axes = ("tp", "cp", "pp", "ep", "etp", "dcp", "dp_shard", "dp_replicate")
+        degrees = [f"{a} {layout[a]}" for a in axes if layout[a] is not None and layout[a] > 1]
+        return [
+            *facts,
+            ("Layout", ", ".join(degrees) or "one rank"),
+            ("Requests", f"of up to {batch['seq_len']:,} tokens"),
+            ("Numbers", batch["dtype"]),
+        ]
+    product = ""
+    if layout["dp_shard"] is not None:  # None: the degrees of an illegal layout do not multiply
+        dp = layout["dp_replicate"] * layout["dp_shard"]
+        product = f" = {batch['micro']} in a micro batch x {dp} data parallel"
+        product += f" x {batch['accumulation']} accumulation"
     return [
         *facts,
         ("Layout", ", ".join(_degrees(layout))),
-        (
-            "Batch",
-            f"{batch['global']:,} samples = {batch['micro']} in a micro batch x {dp} data parallel"
-            f" x {batch['accumulation']} accumulation",
-        ),
+        ("Batch", f"{batch['global']:,} samples{product}"),
         (
             "Tokens",
             f"{batch['tokens_per_step']:,} a step = {batch['global']:,} samples x "
@@ -57,7 +70,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _degrees(layout: dict[str, Any]) -> list[str]:
     axes = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate", "dp_shard")
-    degrees = [f"{axis} {layout[axis]}" for axis in axes if layout[axis] > 1]
+    degrees = [f"{a} {layout[a]}" for a in axes if layout[a] is not None and layout[a] > 1]
     ways = [f"ZeRO-{layout['zero']}", f"recompute {layout['recompute']}"]
     if layout["sequence_parallel"]:
         ways.append("sequence parallelism")

@@ -17,6 +17,7 @@ from plait.report.facts import (
     has_experts,
     members,
     sent_alike,
+    stage_axis,
     stages,
     traffic_axes,
 )
@@ -42,7 +43,8 @@ def ranks(report: dict[str, Any]) -> Markup:
         "places": {
             name: [axis for axis in grid_axes(report, name) if axis.size > 1] for name in names
         },
-        "stage": report["world"] // report["layout"]["pp"],
+        "stage": stage_axis(report).stride,
+        "stages": report["layout"]["pp"],
     }
     data = Markup(json.dumps(fact).replace("</", "<\\/"))
     hint = "Point at a rank, walk with the arrow keys, or type its number. A click holds it."
@@ -118,7 +120,7 @@ def _grid(report: dict[str, Any], name: str, sent: dict[int, int]) -> Markup:
     width = prod(axis.size for axis in across)
     fits = (k for k in _SHOWN if width * prod(min(p.size, k) for p in parts) <= _DRAWN)
     shown = next(fits, _SHOWN[-1])
-    stage = report["world"] // report["layout"]["pp"]
+    stage = stage_axis(report)
     heads = [
         element(
             "tr",
@@ -136,9 +138,9 @@ def _grid(report: dict[str, Any], name: str, sent: dict[int, int]) -> Markup:
         place = [
             part.words(i, i) for part in reversed(parts) for i in [line // part.stride % part.size]
         ]
-        cells = (_cell(rank, axes, sent[rank // stage]) for rank in range(line, line + width))
+        cells = (_cell(rank, axes, sent[stage.at(rank)]) for rank in range(line, line + width))
         head = element("th", ", ".join(place) or "rank", scope="row")
-        first = "stage" if line % stage == 0 and line else None
+        first = "stage" if stage.size > 1 and line % stage.stride == 0 and line else None
         rows.append(element("tr", head, *cells, class_=first))
     words = {"dense": "Dense grid", "expert": "Expert grid"}[name]
     order = ", ".join(f"{axis.name} {axis.size}" for axis in axes)
@@ -205,7 +207,7 @@ def _sent(
     report: dict[str, Any], same: tuple[int, ...], rows: list[Row], axes: list[Axis]
 ) -> Markup:
     """What a rank of some stages sends on each axis, with the groups of the first of them."""
-    first = same[0] * (report["world"] // report["layout"]["pp"])
+    first = same[0] * stage_axis(report).stride
     sums = {sent.axis: sent for sent in by_axis(rows)}
     clustered = report["cluster"] is not None
     body = []
