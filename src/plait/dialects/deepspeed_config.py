@@ -240,6 +240,11 @@ def _training(config: Config) -> dict[str, Any]:
     lr = quietly("optimizer.params.lr", float, None, "train.learning_rate")
     peak = quietly("scheduler.params.warmup_max_lr", float, None, "train.learning_rate")
     fields["train.learning_rate"] = lr if lr is not None else peak
+    lowest = quietly("scheduler.params.cos_min_ratio", float, 0.0, "train.min_learning_rate")
+    if fields["train.learning_rate"]:
+        fields["train.min_learning_rate"] = (
+            min(max(lowest, 0.0), 1.0) * fields["train.learning_rate"]
+        )
     decay = quietly("optimizer.params.weight_decay", float, None, "train.weight_decay")
     fields["train.weight_decay"] = decay
     fields["train.eps"] = quietly("optimizer.params.eps", float, None, "train.eps")

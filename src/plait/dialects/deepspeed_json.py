@@ -17,7 +17,7 @@ _TARGET = "DeepSpeed"
 #: Sections whose class refuses what it does not know (runtime/config_utils.py: extra="forbid").
 STRICT = ("zero_optimization", "fp16", "bf16", "bfloat16", "compile", "tensor_parallel")
 _TOKEN = re.compile(
-    r'\s*(?:(?:#|//)[^\n]*\n?|/\*.*?\*/)|\s*([{}\[\],:])|\s*("(?:[^"\\\n]|\\.)*")|\s*([^\s{}\[\],:"#]+)',
+    r'\s*(?:(?:#|//)[^\n]*\n?|/\*.*?\*/)|\s*([{}\[\],:])|\s*("(?:[^"\\\n]|\\.)*")|\s*((?:\$\(\([^\n]*?\)\)|\$\([^)\n]*\)|\$\{[^}\n]*\}|[^\s{}\[\],:"#])+)',
     re.DOTALL,
 )
 

@@ -101,6 +101,10 @@ def fields_of(
     pipeline = "--no-pipeline-parallel" not in said
     if "--enable-zbh1-pipeline" in said and fields.get("layout.pp", 1) > 1:
         fields["layout.schedule"] = "zb-h1"
+    for path in ("train.seq_len", "layout.micro_batch", "train.global_batch"):
+        if fields.get(path, 1) < 1:
+            message = f"{path} {fields.pop(path)}: left to the checkpoint or to another program"
+            found.append(note(TARGET, "megatron-deepspeed-unset", message))
     _mixture(settings, fields, found, tp)
     _steps(settings, fields)
     facts |= {

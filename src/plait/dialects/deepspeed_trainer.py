@@ -64,6 +64,8 @@ def fields_of(settings: Settings, needs_model: bool) -> tuple[dict[str, Any], li
         value = settings.take(name, kind, None, means)
         if value is not None and value > 0:
             fields.setdefault(means, value)
+    if "train.learning_rate" in fields:
+        fields["train.min_learning_rate"] = 0.0
     for name in _SWITCHES:
         if name in settings and _on(settings.said[name]):
             if name.endswith("checkpointing"):
