@@ -101,7 +101,15 @@ def _experts(told: Told) -> bool:
 
 def _plain(flavor: str) -> str:
     """A flavor without the words for its attention: sizes do not depend on them."""
-    for tail in ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_irope", "_non_fused_qkv"):
+    for tail in (
+        "_flex_attn",
+        "_varlen_attn",
+        "_flex",
+        "_varlen",
+        "_irope",
+        "_non_fused_qkv",
+        "_mm",
+    ):
         flavor = flavor.removesuffix(tail)
     return flavor
 

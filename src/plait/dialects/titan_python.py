@@ -206,6 +206,7 @@ def flat(config: Any, model: str | None) -> Iterator[Setting]:
         if name == "trainer" and isinstance(trainer, Made):
             # Reinforcement learning: one configuration of a trainer among others.
             yield from flat(Made(trainer.name, [], trainer.fields, called=True), model)
+            yield Setting("training.disable_cuda_graphs", True, "reinforcement learning")
         elif name == "model_spec":
             yield from _spec(value, model)
         elif name == "activation_checkpoint":

@@ -14,7 +14,7 @@ from plait.spec.layout import Layout
 from plait.spec.schedule import is_file
 
 #: Schedules that torch lacks -> (its nearest by the same chunks a rank, what that means).
-_INSTEAD = {
+INSTEAD = {
     "zb-h2": ("zb-h1", "it keeps fewer micro batches in flight and has more of a bubble"),
     "zb-auto": ("zb-h1", "the order that a search would find is not kept"),
     "v-half": ("zbv", "it keeps twice as many activations"),
@@ -136,7 +136,7 @@ def _pipeline(job: Job, version: str, say: Any) -> dict[str, Any]:
         return said | {"module_fqns_per_model_part": _parts(job, version)}
     name, _, group = layout.schedule.partition(":")
     if name not in TORCH_SCHEDULES:
-        near, meaning = _INSTEAD.get(name, ("1f1b", "one forward, one backward"))
+        near, meaning = INSTEAD.get(name, ("1f1b", "one forward, one backward"))
         near = "interleaved-1f1b" if near == "1f1b" and layout.vpp > 1 else near
         near = "zbv" if near == "zb-h1" and layout.vpp == 2 and name != "auto" else near
         message = f"torch has no schedule {name}; {TORCH_SCHEDULES[near]} instead: {meaning}"

@@ -184,6 +184,8 @@ def _command(
                 config = by_name.get("config")
                 name = str(config.value) if config is not None else None
                 return [*read_registry(file, name, None), *said], world, "main", environment
+    if any(word.text.startswith("--trainer.") for word in run.words):
+        world = None  # reinforcement learning: the trainer has a part of the ranks
     toml = by_name.get("job.config_file")
     path = str(toml.value) if toml else environment.get("CONFIG_FILE") if starter else None
     if path is not None:
@@ -263,6 +265,7 @@ def _recipe(source: Source, module: str | None, config: str, notes: list[Finding
         f"{parts}.py", f"{parts}/config_registry.py",
         f"torchtitan/models/{parts}/config_registry.py",
         f"torchtitan/experiments/{parts}/config_registry.py",
+        f"torchtitan/experiments/rl/examples/{parts}/config_registry.py",
     )  # fmt: skip
     for place in places if parts else ():
         for file in _places(source, place):
