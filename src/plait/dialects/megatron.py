@@ -21,6 +21,7 @@ from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import Source
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
+from plait.spec.jobfile import draft
 
 VERSION = "NVIDIA/Megatron-LM d98e8a64d (2026-08-22)"
 
@@ -35,6 +36,8 @@ _OTHERS = {
     "retro": "a decoder with a retriever",
     "mimo": "encoders beside a language model",
 }
+#: Changes that follow from each other, at most.
+_ROUNDS = 8
 #: A command that no script has: what follows is a variable's name and what it holds.
 _HOLDS = "plait-holds"
 #: Flags without which a command is no training of Megatron's.
@@ -186,3 +189,25 @@ def write(job: Job) -> Written:
     from plait.dialects.megatron_write import script_of
 
     return script_of(job)
+
+
+def settle(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a launch of which some were changed, with the rest changed as Megatron's rules
+    then ask."""
+    fields = dict(fields)
+    for _ in range(_ROUNDS):
+        pp, vpp = fields.get("layout.pp", 1), fields.get("layout.vpp", 1)
+        if pp == 1 and vpp != 1:
+            fields |= {"layout.vpp": 1, "layout.schedule": "1f1b"}
+        stages = fields.get("layout.stages")
+        if isinstance(stages, tuple | list) and len(stages) != pp * fields.get("layout.vpp", 1):
+            fields["layout.stages"] = "balanced"
+        made = draft("plan", None, fields)
+        wrong = rules({"world": made.world}, made.job) if made.job else []
+        if made.findings:  # a stand-in: what its degrees multiply to is all that can be trusted
+            wrong = [f for f in wrong if f.rule == "megatron-world"]
+        cure = next((f.suggest for f in wrong if f.level == "error" and f.suggest), None)
+        if cure is None:
+            break
+        fields |= cure
+    return fields

@@ -13,7 +13,7 @@ from plait.dialects.launch import AT_START, FIRST_STEP, changed, note, refused
 from plait.dialects.megatron_names import dashed
 from plait.spec.findings import Finding
 from plait.spec.job import Job
-from plait.spec.layout import divisors, nearest
+from plait.spec.layout import Layout, divisors, nearest
 
 #: First word of a device's name -> whether it is of Blackwell's generation or later.
 _BLACKWELL = ("b200", "b300", "gb200", "gb300", "b100", "rtx pro", "thor")
@@ -103,7 +103,8 @@ def grids(case: Case) -> Iterator[Finding]:
     dense = layout.pp * layout.cp * max(1, gathered)
     if world % max(1, dense):
         parts = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp}"
-        yield case.refused("world", f"{parts} = {dense} does not divide the world of {world}")
+        message = f"{parts} = {dense} does not divide the world of {world}"
+        yield case.refused("world", message, value=world, **_legal_dense(layout, world, case))
         return
     experts = layout.etp * layout.ep * layout.pp
     has = case.job.model.moe is not None or layout.ep > 1
@@ -128,7 +129,33 @@ def grids(case: Case) -> Iterator[Finding]:
         )
 
 
-def _legal_experts(layout: Any, stage: int) -> dict[str, int]:
+def _legal_dense(layout: Layout, world: int, case: Case) -> dict[str, Any]:
+    """The change of one degree that makes the dense grid tile the world, the pipeline's first and
+    that within a node last; or else another world."""
+    total = layout.tp * layout.pp * layout.cp
+    model, length = case.job.model, case.job.train.seq_len or case.job.model.seq
+    fits = {
+        "pp": lambda d: model.layers % d == 0,
+        "cp": lambda d: d == 1 or length % (2 * d * layout.tp) == 0,
+        "tp": lambda d: model.heads % d == 0 and model.kv_heads % d == 0,
+    }
+    for axis in ("pp", "cp", "tp"):
+        degree = getattr(layout, axis)
+        rest = max(1, total // max(1, degree))
+        if degree > 1 and world % rest == 0:
+            legal = nearest(degree, [d for d in divisors(world // rest) if fits[axis](d)])
+            mended: dict[str, Any] = {f"layout__{axis}": legal}
+            if axis == "pp" and layout.stages is not None:
+                mended["layout__stages"] = "balanced"
+            if axis == "pp" and legal == 1 and case.fact("vpp", 1) > 1:
+                mended |= {"layout__vpp": 1, "layout__schedule": "1f1b"}
+            if axis == "cp" and legal % max(1, layout.ulysses):
+                mended["layout__ulysses"] = legal
+            return mended
+    return {"ranks": max(1, round(world / max(1, total))) * total}
+
+
+def _legal_experts(layout: Layout, stage: int) -> dict[str, int]:
     """The smallest change of ETP, or else of EP, that makes the expert grid tile a stage."""
     if stage % layout.ep == 0:
         fits = [d for d in divisors(stage // layout.ep) if layout.tp % d == 0]
