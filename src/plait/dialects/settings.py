@@ -83,9 +83,9 @@ class Settings:
         flag = "--" + means.removeprefix("layout.").removeprefix("train.").replace("_", "-")
         ask = f": say {flag}" if "." in means or means in ("model", "ranks") else ""
         message = f"{', '.join(setting.open)} is set outside of the file{ask}"
-        self.findings.append(
-            error(self._place(setting), setting.value, message, rule="open-variable")
-        )
+        asked = error(self._place(setting), setting.value, message, rule="open-variable")
+        if asked not in self.findings:
+            self.findings.append(asked)
 
     @staticmethod
     def _place(setting: Setting) -> str:
