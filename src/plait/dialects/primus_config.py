@@ -319,7 +319,7 @@ def _preset(
     where = f"{title} {name}"
     for root in _roots(source):
         path = root / kind / framework / f"{name}.yaml"
-        if ".." in Path(name).parts or not path.is_file():
+        if not _stands_in(root, path):
             continue
         tree = _loaded(read_file(path), variables, 1)
         return [replace(s, where=where) for s in _settings(tree, framework)]
@@ -334,6 +334,14 @@ def _preset(
         known = {name: {}}
     tree = presets(framework, kind, "base") | known[name]
     return [Setting(key, value, where) for key, value in tree.items()]
+
+
+def _stands_in(root: Path, path: Path) -> bool:
+    """Whether a preset is a file of that tree (`PresetLoader.load` refuses others)."""
+    try:
+        return path.is_file() and path.resolve().is_relative_to(root.resolve())
+    except (OSError, ValueError):
+        return False
 
 
 def _roots(source: Source) -> Iterator[Path]:

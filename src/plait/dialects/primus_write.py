@@ -35,10 +35,12 @@ _ALWAYS = (
     "sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "use_distributed_optimizer",
 )  # fmt: skip
+#: Options that a preset changes and that decide nothing where a job does not say them.
+_ASIDE = ("add_position_embedding", "data_parallel_sharding_strategy", "cp_comm_type")
 _HEAD = {
     "work_group": "${PRIMUS_TEAM:amd}",
     "user_name": "${PRIMUS_USER:root}",
-    "exp_name": "${PRIMUS_EXP_NAME:NAME}",
+    "exp_name": "${PRIMUS_EXP_NAME:@}",
     "workspace": "${PRIMUS_WORKSPACE:./output}",
 }
 
@@ -61,20 +63,32 @@ def _megatron(job: Job) -> Written:
     job, notes, pipeline = _pipelined(job)
     arguments, more = arguments_of(job, TARGET)
     arguments = dict(arguments) | pipeline
+    # Made-up data has its own tokenizer; the preset's stays for real data.
+    arguments = {k: v for k, v in arguments.items() if not k.startswith("tokenizer_")}
     arguments |= {"mock_data": True, "vocab_size": job.model.vocab}
     arguments |= _sharding(arguments)
     model = preset_of(job.model.name)
     base = presets("megatron", "models", "base") | presets("megatron", "models").get(model, {})
     base |= presets("megatron", "modules", "base")
     base |= presets("megatron", "modules")["pre_trainer"]
-    wanted = {k: v for k, v in _defaults().items() if k in base} | arguments
+    aside = {*_ASIDE, *(k for k in base if k.startswith("moe_") and job.model.moe is None)}
+    plain = {k: v for k, v in _defaults().items() if k in base and k not in aside}
+    off = {"mtp_num_layers": None} if base.get("mtp_num_layers") else {}
+    wanted = {key: _plain(value) for key, value in (plain | off | arguments).items()}
     overrides = {
         key: value
         for key, value in wanted.items()
-        if (key in arguments and key in _ALWAYS) or base.get(key) != value
+        if (key in arguments and key in _ALWAYS) or _plain(base.get(key)) != value
     }
     text = _text(job, "megatron", model, overrides)
     return Written({f"{_stem(job)}.yaml": text}, [*notes, *more])
+
+
+def _plain(value: Any) -> Any:
+    """As YAML says it: one word by itself, nothing for an empty list."""
+    if isinstance(value, list | tuple):
+        return (value[0] if len(value) == 1 else list(value)) if value else None
+    return value
 
 
 def preset_of(model: str) -> str:
@@ -89,8 +103,8 @@ def preset_of(model: str) -> str:
 def _defaults() -> dict[str, Any]:
     """Megatron's own default of each argument that is read, for those that a preset changes."""
     facts = understand(Settings([]), Told(), spell, None, TARGET).facts
-    given = {"given", "world", "zero", "vpp"}
-    return {k: v for k, v in facts.items() if k in known() and k not in given}
+    own = {"given", "world", "zero", "vpp", "tokenizer_type", "tokenizer_model"}
+    return {k: v for k, v in facts.items() if k in known() and k not in own}
 
 
 def _pipelined(job: Job) -> tuple[Job, list[Finding], dict[str, Any]]:
@@ -146,7 +160,7 @@ def _titan(job: Job) -> Written:
     for path, value in presets("torchtitan", "modules", "base").items():
         section, _, option = path.partition(".")
         base = merge(base, {section: {option: value}})
-    kept: dict[str, Any] = {"training": {"mock_data": True}}
+    kept: dict[str, Any] = {"training": {"mock_data": True, "steps": job.train.steps}}
     if model is None:
         kept["model"] = flavor
     for section, options in sections.items():
@@ -175,7 +189,7 @@ def _stem(job: Job) -> str:
 def _text(job: Job, framework: str, model: str, overrides: dict[str, Any]) -> str:
     import yaml
 
-    head = {k: v.replace("NAME", _stem(job)) for k, v in _HEAD.items()}
+    head = {k: v.replace("@", _stem(job)) for k, v in _HEAD.items()}
     module = {
         "framework": framework,
         "config": "pre_trainer.yaml",
