@@ -4,6 +4,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from plait.cli.question import Question, asked, launched
 from plait.dialects import dialect
 from plait.dialects.launch import Launch, Written
 from plait.spec.findings import Finding, UserError, error
+from plait.spec.job import Job
+from plait.spec.jobfile import draft
 
 _WORDS = """\
 Write a launch of one system in the words of another: plait convert --from megatron --to torchtitan
@@ -35,7 +38,7 @@ def run(argv: list[str]) -> int:
             print(text(report, question.job))
         return 1
     written: Written = question.written(given["to"])
-    notes = [*written.notes, *_refused(target, written, question)]
+    notes = _once([*written.notes, *(_refused(target, written, question) if written.files else [])])
     refused = [f for f in notes if f.level == "error"]
     if given["json"]:
         found = [{"level": f.level, "rule": f.rule, "message": f.message} for f in notes]
@@ -95,8 +98,23 @@ def _refused(target: Any, written: Written, question: Question) -> list[Finding]
     file, text = next(iter(written.files.items()))
     source = Source(text, file, Path(file), written.files)
     launch: Launch = target.read(source, Told({}, question.job.layout.world, question.job.model))
-    found = [*launch.findings, *target.check(launch, question.job)]
+    found = [*launch.findings, *target.check(launch, _there(launch, question.job))]
     return [f for f in found if f.level in ("error", "warning")]
+
+
+def _there(launch: Launch, job: Job) -> Job:
+    """The job as it was written: what the target cannot say is not in it any more."""
+    fields = {k: v for k, v in launch.fields.items() if k.partition(".")[0] != "model"}
+    sizes = {name: getattr(job.model, name) for name in ("layers", "hidden", "heads", "vocab")}
+    model = {f"model.{name}": value for name, value in sizes.items()}
+    made = draft("plan", None, fields | model | {"ranks": job.layout.world})
+    if made.job is None or made.findings:
+        return job
+    return replace(made.job, model=job.model, cluster=job.cluster)
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    return list({(f.level, f.message): f for f in findings}.values())
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
