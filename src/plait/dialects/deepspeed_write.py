@@ -21,7 +21,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass
-class _Writer:
+class Writer:
     """A job that is made to fit, and the notes on what that took."""
 
     job: Job
@@ -36,7 +36,7 @@ def written(job: Job) -> Written:
     """`ds_config.json`, and `launch.sh` beside it."""
     megatron = job.layout.pp > 1
     target = deepspeed_megatron.TARGET if megatron else "DeepSpeed"
-    writer = _Writer(job, target, [])
+    writer = Writer(job, target, [])
     layout = fitted(writer, megatron)
     tree = configuration(writer, layout, megatron)
     script = _megatron(writer, layout) if megatron else _trainer(writer, layout)
@@ -44,7 +44,7 @@ def written(job: Job) -> Written:
     return Written({CONFIG: text, SCRIPT: script}, writer.notes)
 
 
-def fitted(writer: _Writer, megatron: bool) -> Layout:
+def fitted(writer: Writer, megatron: bool) -> Layout:
     """The layout as DeepSpeed would run it, on the same number of ranks."""
     job, layout = writer.job, writer.job.layout
     changes: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _ulysses(job: Job) -> int:
     return max(legal, default=1)
 
 
-def batch_of(writer: _Writer, layout: Layout) -> tuple[int, int, int]:
+def batch_of(writer: Writer, layout: Layout) -> tuple[int, int, int]:
     """Global batch, micro batch, accumulation: their product holds."""
     micro, whole = layout.micro_batch, writer.job.train.global_batch
     unit = micro * layout.dp
@@ -118,7 +118,7 @@ def batch_of(writer: _Writer, layout: Layout) -> tuple[int, int, int]:
     return whole, micro, whole // unit
 
 
-def configuration(writer: _Writer, layout: Layout, megatron: bool = False) -> dict[str, Any]:
+def configuration(writer: Writer, layout: Layout, megatron: bool = False) -> dict[str, Any]:
     """The tree of `ds_config.json`."""
     job = writer.job
     train = job.train
@@ -165,7 +165,7 @@ def configuration(writer: _Writer, layout: Layout, megatron: bool = False) -> di
     return tree
 
 
-def _precision(writer: _Writer, layout: Layout) -> dict[str, Any]:
+def _precision(writer: Writer, layout: Layout) -> dict[str, Any]:
     train = writer.job.train
     dtype = "bfloat16" if train.dtype == "auto" else train.dtype
     if dtype == "float64":
@@ -187,7 +187,7 @@ def _precision(writer: _Writer, layout: Layout) -> dict[str, Any]:
     return tree
 
 
-def _start(job: Job, layout: Layout) -> tuple[str, int]:
+def start_of(job: Job, layout: Layout) -> tuple[str, int]:
     most = job.cluster.node if job.cluster else NODE
     each = max(d for d in divisors(layout.world) if d <= max(1, most))
     nodes = layout.world // each
@@ -203,11 +203,11 @@ def _head(job: Job, nodes: int) -> list[str]:
     return [*lines, "set -e", ""]
 
 
-def _trainer(writer: _Writer, layout: Layout) -> str:
+def _trainer(writer: Writer, layout: Layout) -> str:
     """A script of one's own, with the flags of Hugging Face's Trainer."""
     job = writer.job
-    start, nodes = _start(job, layout)
-    _, micro, accumulation = batch_of(_Writer(job, "", []), layout)
+    start, nodes = start_of(job, layout)
+    _, micro, accumulation = batch_of(Writer(job, "", []), layout)
     message = (
         "the model, the length of a sequence and recompute are the training script's: train.py "
         "stands for a script that takes the flags of Hugging Face's Trainer"
@@ -250,10 +250,10 @@ _NEEDLESS = frozenset(
 )
 
 
-def _megatron(writer: _Writer, layout: Layout) -> str:
+def _megatron(writer: Writer, layout: Layout) -> str:
     """Megatron-DeepSpeed's pretrain_gpt.py."""
     job = replace(writer.job, layout=layout)
-    whole, _, _ = batch_of(_Writer(job, "", []), layout)
+    whole, _, _ = batch_of(Writer(job, "", []), layout)
     job = replace(job, train=replace(job.train, global_batch=whole))
     arguments, _ = arguments_of(job, writer.target)
     lost = []
@@ -280,13 +280,13 @@ def _megatron(writer: _Writer, layout: Layout) -> str:
         what = ", ".join(dict.fromkeys(lost))
         writer.say("model", f"pretrain_gpt.py of that fork has no word for {what}")
     writer.say("data", "data and tokenizer are stand-ins")
-    start, nodes = _start(job, layout)
+    start, nodes = start_of(job, layout)
     body = [*_head(job, nodes), "ARGS=(", *(f"    {line}" for line in lines), ")", ""]
     body.append(f'{start} pretrain_gpt.py "${{ARGS[@]}}"')
     return "\n".join(body) + "\n"
 
 
-def _own_flags(writer: _Writer, layout: Layout, arguments: dict[str, Any]) -> list[str]:
+def _own_flags(writer: Writer, layout: Layout, arguments: dict[str, Any]) -> list[str]:
     moe = writer.job.model.moe
     lines = []
     if arguments.get("position_embedding_type") == "rope":
