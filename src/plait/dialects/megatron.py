@@ -203,9 +203,10 @@ def settle(fields: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(stages, tuple | list) and len(stages) != pp * fields.get("layout.vpp", 1):
             fields["layout.stages"] = "balanced"
         made = draft("plan", None, fields)
-        wrong = rules({"world": made.world}, made.job) if made.job else []
-        if made.findings:  # a stand-in: what its degrees multiply to is all that can be trusted
-            wrong = [f for f in wrong if f.rule == "megatron-world"]
+        wrong = rules({}, made.job) if made.job and not made.findings else []
+        if made.job and made.findings:  # of a stand-in, only its degrees can be trusted
+            found = rules({"world": made.world}, made.job)
+            wrong = [f for f in found if f.rule == "megatron-world"]
         cure = next((f.suggest for f in wrong if f.level == "error" and f.suggest), None)
         if cure is None:
             break
