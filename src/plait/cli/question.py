@@ -4,6 +4,7 @@ or in the words of another system."""
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from plait.cli.arguments import FLAGS
@@ -11,7 +12,7 @@ from plait.cost.serving import Serving, on, on_devices
 from plait.dialects import SERVING, dialect
 from plait.dialects.launch import Launch, Told, Written
 from plait.dialects.nearest import nearest_legal, of_training, smallest_world
-from plait.dialects.source import source_of
+from plait.dialects.source import Source, source_of
 from plait.rules import serving as serving_rules
 from plait.spec import presets
 from plait.spec.findings import LEVELS, Finding, UserError, error
@@ -173,7 +174,7 @@ def launched(
     about = _about(name, language.VERSION, launch, source.name)
     refusals = [f for f in own if f.level == "error"]
     if refusals or question.illegal:
-        again = judge if launch.serving is None else _again(judge, language, launch)
+        again = judge if launch.serving is None else _again(question, name)
         settle = getattr(language, "settle", dict)
         legal = nearest_legal(fields, refusals, again, settle)
         about["legal"] = question.written(name, legal).files if legal else None
@@ -188,16 +189,17 @@ def _judge(launch: Launch) -> Callable[[Job], list[Finding]]:
     return lambda job: serving_rules.check(job, on_devices(on(serving, job.layout), job.cluster))
 
 
-def _again(
-    judge: Callable[[Job], list[Finding]], language: Any, launch: Launch
-) -> Callable[[Job], list[Finding]]:
-    """`judge`, and what a serving engine itself refuses of a changed layout. What its options say
-    of nodes and balancers is written anew, so only what suggests another layout counts."""
+def _again(question: Question, name: str) -> Callable[[Job], list[Finding]]:
+    """What is wrong with a job as a serving engine would be told it: it is written, and read
+    back."""
+    language = dialect(name)
 
     def both(job: Job) -> list[Finding]:
-        own = language.check(launch, job)
-        return [*judge(job), *(f for f in own if any("." in key for key in f.suggest)
-                               and not any(key.startswith("-") for key in f.suggest))]  # fmt: skip
+        files = question.written(name, job).files
+        first, text = next(iter(files.items()))
+        told = Told(world=job.layout.world, model=job.model)
+        launch = language.read(Source(text, first, Path(first), files), told)
+        return [*_judge(launch)(job), *launch.findings, *language.check(launch, job)]
 
     return both
 

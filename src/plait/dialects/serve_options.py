@@ -222,7 +222,13 @@ def count(settings: Settings, name: str, default: int | None = None, means: str 
 
 
 def degree(settings: Settings, name: str, means: str, default: int = 1) -> int:
-    """A number of ranks: at least 1, and no more than anyone has."""
+    """A number of ranks: at least 1, and no more than anyone has. What a person says beside the
+    launch is stronger than it, and everything that is derived follows."""
+    told = str(settings.told.get(means, ""))
+    if told.isascii() and told.isdecimal() and len(told) < 8 and 1 <= int(told) <= MOST:
+        if name in settings:
+            settings.taken[name] = (int(told), f"{means}, as told")
+        return int(told)
     value = settings.take(name, int, default, means)
     if isinstance(value, int) and 1 <= value <= MOST:
         return value
@@ -279,6 +285,12 @@ def model_of(
         near = nearest_name(repository)
         settings.findings.append(error("model", repository, message, near, "unknown-model"))
     return {}, None, []
+
+
+def called(settings: Settings, name: str) -> str:
+    """What a launch calls its model; "" where it leaves it open."""
+    setting = settings.said.get(name)
+    return str(setting.value) if setting is not None and not setting.open else ""
 
 
 def shape(fields: Mapping[str, Any], told: Told) -> Model | None:

@@ -309,11 +309,22 @@ def _python(source: Source, program: Program) -> Iterator[Serve]:
         return
     for call in reader.calls:
         argv = call.args[0] if call.args else None
-        if call.word in ("run", "Popen", "call", "check_call", "system") and argv is not None:
-            texts = [a for a in argv if isinstance(a, str)] if isinstance(argv, list) else []
-            words = [Word(text, f"{source.name}:{call.line}") for text in texts]
-            words = words or ([Word(f"{argv} ")] if isinstance(argv, str) else [])
-            yield from _in_words(words, program, source, 0)
+        if call.word not in ("run", "Popen", "call", "check_call", "system") or argv is None:
+            continue
+        where = f"{source.name}:{call.line}"
+        if isinstance(argv, str):
+            yield from _in_words([Word(f"{argv} ", where)], program, source, 0)
+        elif isinstance(argv, list | tuple):
+            yield from _in_words([_argument(a, where) for a in argv], program, source, 0)
+
+
+def _argument(value: Any, where: str) -> Word:
+    """An element of a command that Python starts."""
+    from plait.dialects.python_values import Open
+
+    if isinstance(value, Open):
+        return Word(f"${value.name}", where, (value.name,))
+    return Word(str(_plain(value)), where)
 
 
 def _plain(value: Any, deep: int = 0) -> Any:

@@ -146,10 +146,9 @@ def _serving(
     chunk = count(settings, "--chunked-prefill-size", None, "tokens of a prompt chunk")
     page = count(settings, "--page-size", None, "tokens of a block of the cache")
     exchange = settings.take("--dcp-comm-backend", str, None)
-    repository = settings.taken.get("--model-path", ("", ""))[0]
     return Serving(
         "sglang",
-        model=str(repository or ""),
+        model=options.called(settings, "--model-path"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(quantization, stored),
         kv_dtype=settings.take("--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",

@@ -171,10 +171,9 @@ def _serving(settings: Settings, stored: str | None, facts: dict[str, Any]) -> S
     slots, experts = facts["slots"], facts["experts"]
     more = slots - experts if isinstance(slots, int) and experts else 0
     facts["redundant"] = more
-    repository = settings.taken.get("model", ("", ""))[0]
     return Serving(
         "trtllm",
-        model=str(repository or ""),
+        model=options.called(settings, "model"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(algorithm, stored),
         kv_dtype=str(kv or "auto").lower(),

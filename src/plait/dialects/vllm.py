@@ -61,7 +61,6 @@ def read(source: Source, told: Told) -> Launch:
     fields, stored, notes = options.model_of(settings, "--model", told, source)
     model = options.shape(fields, told)
     own, facts = _degrees(settings, model, serve.environment)
-    facts["repository"] = settings.taken.get("--model", (None, ""))[0]
     serving, of_file = _serving(settings, stored, model, facts)
     more, copies = options.whole_fields(own, serving, told, "vLLM")
     fields |= more
@@ -145,7 +144,7 @@ def _serving(
     usual = 64 if model is not None and model.mla is not None else 16
     serving = Serving(
         "vllm",
-        model=str(facts["repository"] or ""),
+        model=options.called(settings, "--model"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(quantization, stored),
         kv_dtype=settings.take("--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",

@@ -112,6 +112,9 @@ def _choices(job: Job, serving: Serving, experts: bool) -> list[tuple[str, Any]]
     block = serving.block if serving.block not in (None, 16, 64) else None
     backend = serving.backend if serving.backend not in ("", "allgather_reducescatter") else None
     backend = None if backend in ("pplx", "naive", "passthrough") else backend
+    tokens = serving.max_tokens
+    if tokens is not None and serving.max_requests is not None:
+        tokens = max(tokens, serving.max_requests)  # fewer are refused
     return [
         ("--enable-eplb", balanced),
         ("--eplb-config.num_redundant_experts", redundant if balanced and redundant else None),
@@ -119,7 +122,7 @@ def _choices(job: Job, serving: Serving, experts: bool) -> list[tuple[str, Any]]
         ("--dcp-comm-backend", "a2a" if serving.kv_exchange == "a2a" else None),
         ("--max-model-len", length),
         ("--max-num-seqs", serving.max_requests),
-        ("--max-num-batched-tokens", serving.max_tokens),
+        ("--max-num-batched-tokens", tokens),
         ("--gpu-memory-utilization", None if serving.fraction in (None, 0.92) else
          serving.fraction),
         ("--kv-cache-dtype", None if serving.kv_dtype == "auto" else serving.kv_dtype),
