@@ -87,18 +87,13 @@ def _best(script: shell.Script) -> launchers.Run | None:
     for run in launchers.runs(script):
         names = {word.text.partition("=")[0] for word in run.words}
         telling = len(names.intersection(_TELLING))
-        named = run.name.startswith(("pretrain_", "train", "finetune"))
-        named = named and run.name.endswith(".py")
-        if not telling and not (named and (names & known().keys() or _open(run))):
+        named = run.name.startswith("pretrain_") and run.name.endswith(".py")
+        if not telling and not named:
             continue
         score = (telling + named, run.command.sure, len(names & known().keys()))
         if score > most:
             best, most = run, score
     return best
-
-
-def _open(run: launchers.Run) -> bool:
-    return any(word.open for word in run.words)
 
 
 def _of_variables(source: Source) -> list[Setting]:

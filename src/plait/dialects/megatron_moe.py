@@ -125,10 +125,10 @@ def _layers(arguments: Arguments, frequency: Any, layers: int | None) -> dict[st
         return {}
     ones = [i for i, is_moe in enumerate(pattern[:layers]) if is_moe]
     best = (layers, 1) if not ones else None
-    for first in sorted({0, ones[0]}) if ones else ():
-        for every in {1, ones[0] - first + 1, *(b - a for a, b in pairwise(ones))}:
-            made = [i for i in range(first, layers) if (i - first) % every == every - 1]
-            best = (first, every) if made == ones else best
+    for every in sorted({1, *(b - a for a, b in pairwise(ones))}, reverse=True) if ones else ():
+        first = ones[0] - every + 1
+        if first >= 0 and ones == list(range(ones[0], layers, every)):
+            best = (first, every)
     if best is None:
         # Integers count from layer 0, which plait cannot say: as many mixtures, one layer later.
         every = max(1, round(layers / len(ones)))
