@@ -194,7 +194,8 @@ def test_a_grid_of_experts_as_large_as_the_dense_one_is_refused():
     question = launched(SEED, model="mixtral-8x7b")
     own = {f.rule: f for f in question.own}
     grid = own["megatron-expert-grid"]
-    assert "256" in grid.message and "128" in grid.message
+    assert "256" in grid.message
+    assert "128" in grid.message
     assert grid.suggest == {"layout.etp": 1}
     assert own["megatron-no-experts"].suggest == {"--num-experts": 8}
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in own["megatron-connections"].message
@@ -205,7 +206,8 @@ def test_a_grid_of_experts_as_large_as_the_dense_one_is_refused():
     assert (layout.dp, layout.edp, layout.world) == (2, 4, 128)
     script = question.source["legal"]["train.sh"]
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in script
-    assert "--num-experts 8" in script and "--expert-tensor-parallel-size 1" in script
+    assert "--num-experts 8" in script
+    assert "--expert-tensor-parallel-size 1" in script
     assert "--nproc-per-node 8 --nnodes 16" in script
 
 
@@ -314,11 +316,11 @@ PP4 = "--pipeline-model-parallel-size 4 "
          "2 --global-batch-size 8", "chunk-selectors"),
         (PP2 + "--num-layers-per-virtual-pipeline-stage 2 --no-overlap-p2p-communication "
          "--global-batch-size 8", "interleave-pp"),
-        (PP2 + "--pipeline-model-parallel-layout 'Et*3|t*5L'\", None),
-        (PP2 + "--pipeline-model-parallel-layout 'Et*3|t*4L'\", "layout-layers"),
-        (PP2 + "--pipeline-model-parallel-layout 'Et*3|t|t*4L'\", "layout-length"),
-        (PP2 + "--pipeline-model-parallel-layout 't*3|t*5L'\", "layout-ends"),
-        (PP2 + "--pipeline-model-parallel-layout 'Ex|t*8L'\", "layout-string"),
+        (PP2 + "--pipeline-model-parallel-layout 'Et*3|t*5L'", None),
+        (PP2 + "--pipeline-model-parallel-layout 'Et*3|t*4L'", "layout-layers"),
+        (PP2 + "--pipeline-model-parallel-layout 'Et*3|t|t*4L'", "layout-length"),
+        (PP2 + "--pipeline-model-parallel-layout 't*3|t*5L'", "layout-ends"),
+        (PP2 + "--pipeline-model-parallel-layout 'Ex|t*8L'", "layout-string"),
         # Context parallelism.
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "cp-hierarchy"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p "
@@ -386,15 +388,16 @@ def test_torch_fsdp2_refuses_six_things_and_one_connection():
     assert not errors(legal, environment="CUDA_DEVICE_MAX_CONNECTIONS=8")
     launch, job, _ = asked(legal)
     assert job.layout.zero == 3
-    launch, job, _ = asked(legal + " --torch-fsdp2-no-reshard-after-forward")
+    _launch, job, _ = asked(legal + " --torch-fsdp2-no-reshard-after-forward")
     assert job.layout.zero == 2
 
 
 def test_megatron_fsdp():
     """Version 1 switches the distributed optimizer on, version 2 refuses it."""
     flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
-    launch, job, found = asked(flags, environment="A=b")
-    assert job.layout.zero == 3 and not said(found)
+    _launch, job, found = asked(flags, environment="A=b")
+    assert job.layout.zero == 3
+    assert not said(found)
     assert "fsdp-optimizer" in said(found, "warning")
     assert "fsdp" in errors(flags + " --megatron-fsdp-version 2 --use-distributed-optimizer",
                             environment="A=b")  # fmt: skip
@@ -423,7 +426,7 @@ def fields_of(flags, **more):
 
 
 def test_sequence_parallelism_without_tp_is_switched_off():
-    launch, job, found = asked("--sequence-parallel")
+    launch, _job, found = asked("--sequence-parallel")
     assert launch.fields["layout.sequence_parallel"] is False
     assert said(found, "warning") == {"sequence-parallel-off"}
 
@@ -455,8 +458,8 @@ def test_ways_of_context_parallelism(flags, said):
         ("--decoder-first-pipeline-num-layers 2", 1, [2, 6]),
         ("--decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2", 2,
          [3, 1, 3, 1]),
-        ("--pipeline-model-parallel-layout 'E|(t|)*2,t*6L'\", 2, [0, 1, 1, 6]),
-        ("--pipeline-model-parallel-layout 'Ett|(tt|)*2ttL'\", 2, [2, 2, 2, 2]),
+        ("--pipeline-model-parallel-layout 'E|(t|)*2,t*6L'", 2, [0, 1, 1, 6]),
+        ("--pipeline-model-parallel-layout 'Ett|(tt|)*2ttL'", 2, [2, 2, 2, 2]),
     ],
 )  # fmt: skip
 def test_layers_of_chunks(flags, vpp, counts):
@@ -497,7 +500,9 @@ def test_defaults_of_a_model():
     TP, float32 without --bf16."""
     text = SMALL.replace("--bf16", "") + " --tensor-model-parallel-size 2 "
     fields = read(f"torchrun --nproc-per-node 2 pretrain_gpt.py {text}").fields
-    assert fields["model.qkv_bias"] and fields["model.mlp_bias"] and fields["model.tied"]
+    assert fields["model.qkv_bias"]
+    assert fields["model.mlp_bias"]
+    assert fields["model.tied"]
     assert (fields["model.norm"], fields["model.positions"]) == ("layer", "learned")
     assert (fields["model.ffn"], fields["model.dropout"]) == (2048, 0.1)
     assert fields["model.vocab"] == 32000
@@ -532,7 +537,7 @@ def test_which_layers_are_mixtures(pattern, first, every, mixtures):
 
 
 def test_a_pattern_is_never_run():
-    _, job, found = asked(f"{MOE} --moe-layer-freq '__import__(\"os\").getpid()+[1]'")
+    _, _job, found = asked(f"{MOE} --moe-layer-freq '__import__(\"os\").getpid()+[1]'")
     assert "moe-layers" in said(found, "note")
 
 
@@ -545,7 +550,9 @@ def test_router_of_deepseek():
         "--moe-ffn-hidden-size 64 --moe-expert-capacity-factor 1.5"
     )
     said = {k.removeprefix("model.moe."): v for k, v in fields.items() if "moe." in k}
-    assert said["score"] == "sigmoid" and said["correction"] and said["normalize"]
+    assert said["score"] == "sigmoid"
+    assert said["correction"]
+    assert said["normalize"]
     assert (said["groups"], said["topk_groups"], said["group_score"]) == (4, 2, "top2")
     assert (said["aux_form"], said["aux_loss"], said["z_loss"]) == ("sequence", 1e-4, 1e-3)
     assert (said["shared"], said["scaling"], said["capacity"]) == (2, 2.5, 1.5)
