@@ -73,7 +73,7 @@ def read_file(path: Path) -> Source:
     Raises:
         UserError: one line that says why it cannot be read.
     """
-    where = str(path)
+    where = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}..."
     problem, hint = None, None
     try:
         about = path.stat()
