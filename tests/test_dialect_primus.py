@@ -4,6 +4,7 @@ Expected values are those of Primus at fd1eeabb; the file that says so stands be
 """
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 
 from plait.cli.main import main
 from plait.dialects import primus, primus_schedules
+from plait.dialects.flags import Word
 from plait.dialects.launch import Told
 from plait.dialects.primus_commands import settings_of
 from plait.dialects.primus_config import Variables, merge, presets, read_experiment
 from plait.dialects.primus_write import preset_of, titan_preset
-from plait.dialects.flags import Word
 from plait.dialects.source import Source, source_of
 from plait.rules import check as rules
 from plait.spec.chunks import chunk_layers
@@ -182,7 +183,8 @@ def test_variables_as_primus_puts_them_in():
     variables = Variables({"TP": "4", "NAME": "x"})
     for text, value in (
         ("${TP:1}", 4), ("${PP:2}", 2), ("${F:1e-5}", 1e-5), ("${B:True}", True),
-        ("${N:null}", None), ("null", None), ("${NAME:y}.yaml", "x.yaml"), ("7", "7"), ("${E:}", ""),
+        ("${N:null}", None), ("null", None), ("${NAME:y}.yaml", "x.yaml"), ("7", "7"),
+        ("${E:}", ""),
         ("${L:[0]*1+[1]*3}", "[0]*1+[1]*3"),
     ):  # fmt: skip
         assert variables.put_in(text) == (value, ()), text
@@ -234,7 +236,8 @@ def test_script_sets_variables(tmp_path):
     script.write_text(
         "#!/bin/bash\nexport PRIMUS_TP=2\nexport MODEL=llama2_13B\nexport NNODES=${NNODES:-4}\n"
         "export EXP=exp.yaml\nexport GBS=$((32 * NNODES))\n"
-        "bash ./examples/run_pretrain.sh --global_batch_size $GBS --seq_length 2048 2>&1 | tee log\n"
+        "bash ./examples/run_pretrain.sh --global_batch_size $GBS --seq_length 2048 2>&1 "
+        "| tee log\n"
     )
     launch = primus.read(source_of([str(script)]), Told())
     fields = launch.fields
@@ -442,9 +445,11 @@ def test_needs_that_nobody_checks():
     )
     (found,) = named(checked(launch), "primus-pipeline-needs")
     assert found.level == "warning"
-    for name in ("overlap_grad_reduce: false", "gradient_accumulation_fusion: true",
-                 "no_persist_layer_norm: true", "create_attention_mask_in_dataloader: false"):  # fmt: skip
-        assert name in found.message
+    for name, value in primus_schedules.NEEDED.items():
+        # Parameters are gathered apart by default, as it needs it.
+        assert (f"{name}: {str(value).lower()}" in found.message) == (
+            name != "overlap_param_gather"
+        )
 
 
 def test_both_runtimes():
@@ -470,8 +475,9 @@ def test_recompute_and_split_weight_gradients():
 def test_zbv_wants_2p_minus_1_micro_batches():
     """zbv_formatted.py pads its table to 2p - 1 and drops nothing afterwards."""
     said = (
-        "patch_primus_pipeline: true\npp_algorithm: zbv-formatted\npipeline_model_parallel_size: 4\n"
-        "num_virtual_stages_per_pipeline_rank: 2\nmicro_batch_size: 1\nglobal_batch_size: "
+        "patch_primus_pipeline: true\npp_algorithm: zbv-formatted\n"
+        "pipeline_model_parallel_size: 4\nnum_virtual_stages_per_pipeline_rank: 2\n"
+        "micro_batch_size: 1\nglobal_batch_size: "
     )
     assert named(checked(read(f"{said}12")), "primus-zbv-micro-batches")  # dp 2: 6 micro batches
     assert not named(checked(read(f"{said}14")), "primus-zbv-micro-batches")
@@ -892,7 +898,8 @@ def test_nearest_legal_is_legal(tmp_path, capsys):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "just words", "- a\n- b\n", "modules: 3\n", "modules: {}\n", "modules:\n  pre_trainer: 3\n",
+        "", "just words", "- a\n- b\n", "modules: 3\n", "modules: {}\n",
+        "modules:\n  pre_trainer: 3\n",
         "modules:\n  pre_trainer:\n    framework: megatron\n    overrides: 3\n", "a: [1\n",
         "modules:\n  - pre_trainer\n", "a: &x [*x]\n", "[" * 2000, "modules: null\n",
         "modules:\n  pre_trainer:\n    framework: [megatron]\n",
@@ -948,3 +955,31 @@ def test_reading_an_experiment_needs_no_environment(monkeypatch):
     monkeypatch.setenv("PRIMUS_TP", "8")
     found = read_experiment(source(experiment("tensor_model_parallel_size: ${PRIMUS_TP:2}")), {})
     assert {s.name: s.value for s in found.said}["tensor_model_parallel_size"] == 2
+
+
+# ------------------------------------------------------------------------------------------
+# Its page
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "dialects" / "primus.md"
+
+
+def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
+    text = PAGE.read_text()
+    (tmp_path / "mixtral.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    commands = text.split("```sh\n")[1].split("```")[0].strip().splitlines()
+    assert len(commands) == 4
+    for command in commands:
+        assert main(shlex.split(command)[1:]) in (0, 1), command
+        said = capsys.readouterr()
+        assert said.out
+        assert "Traceback" not in said.err
+
+
+def test_example_of_the_page_is_clean():
+    text = PAGE.read_text().split("```yaml\n")[1].split("```")[0]
+    launch = primus.read(source(text), Told())
+    assert launch.fields["layout.schedule"] == "zbv"
+    assert not errors(checked(launch, 32))
+    assert not launch.unknown()

@@ -27,8 +27,11 @@ def read(source: Source, told: Told) -> Launch:
         return _launch(read_experiment(source, {}), (), told, None, {})
     started = primus_commands.read_command(source)
     experiment = read_experiment(started.experiment, started.environment, started.suite)
-    overrides = [_spelled(experiment, setting) for setting in started.overrides]
-    return _launch(experiment, overrides, told, started.world, started.environment)
+    launch = _launch(experiment, started.overrides, told, started.world, started.environment)
+    if started.open and told.world is None:
+        message = f"how many devices depends on {', '.join(started.open)}: say --gpus or --ranks"
+        launch.findings.append(note("Primus", "primus-world", message))
+    return launch
 
 
 def _is_experiment(source: Source) -> bool:
@@ -40,14 +43,9 @@ def _is_experiment(source: Source) -> bool:
     )
 
 
-def _spelled(experiment: Experiment, setting: Setting) -> Setting:
-    """An override by the name that its backend reads."""
-    return setting
-
-
 def _launch(
     experiment: Experiment,
-    command: tuple[Setting, ...] | list[Setting],
+    command: tuple[Setting, ...],
     told: Told,
     world: int | None,
     environment: dict[str, str],

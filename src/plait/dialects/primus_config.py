@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.dialects.launch import AT_START, note, refused
-from plait.dialects.settings import Setting
+from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import Source, read_file
 from plait.dialects.tree import flat, read_yaml
 from plait.spec.findings import Finding, UserError, closest, error
@@ -195,6 +195,18 @@ def read_experiment(source: Source, environment: Mapping[str, str], suite: str =
         variables.defaults,
         tuple(findings),
     )
+
+
+def name_settings(experiment: Experiment, settings: Settings) -> None:
+    """Takes what the module says of itself; a model in a variable is asked for."""
+    for name, value, means in (
+        ("framework", experiment.framework, "which backend"),
+        ("config", experiment.config, "the preset of the module"),
+        ("model", experiment.model, "model"),
+    ):
+        if value:
+            settings.said[name] = Setting(name, value, open=_open_in(value))
+            settings.take(name, str, None, means)
 
 
 def _wrong(source: Source, message: str) -> UserError:

@@ -16,7 +16,7 @@ from plait.dialects.megatron_arguments import understand
 from plait.dialects.megatron_names import known as megatron_flags
 from plait.dialects.megatron_names import underscored
 from plait.dialects.megatron_rules import rules
-from plait.dialects.primus_config import Experiment
+from plait.dialects.primus_config import Experiment, name_settings
 from plait.dialects.settings import Setting, Settings
 from plait.spec import presets
 from plait.spec.findings import Finding
@@ -101,6 +101,7 @@ def read(
         findings: what was found on the way here.
     """
     settings = Settings([*experiment.presets, *experiment.said, *command], told.given)
+    name_settings(experiment, settings)
     for name, setting in settings.said.items():
         if setting.value == "null":
             settings.said[name] = Setting(name, None, setting.where)

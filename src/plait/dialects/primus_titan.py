@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from plait.dialects import titan_config, titan_rules
 from plait.dialects.launch import Launch, Told, changed, note
-from plait.dialects.primus_config import Experiment
+from plait.dialects.primus_config import Experiment, name_settings
 from plait.dialects.settings import Setting, Settings
 from plait.spec.findings import Finding
 from plait.spec.job import Job
@@ -42,6 +42,7 @@ def read(
 ) -> Launch:
     """A launch of the TorchTitan backend; as `primus_megatron.read`."""
     settings = Settings([*experiment.presets, *experiment.said, *command], told.given)
+    name_settings(experiment, settings)
     for name in [n for n, s in settings.said.items() if s.value in (None, "null") and not s.open]:
         del settings.said[name]
         settings.defaults[name] = (None, "null: nothing said")
