@@ -44,7 +44,7 @@ def _whole(facts: Mapping[str, Any], job: Job) -> int:
     """--tp-size: as said, as long as the job is as it was said."""
     layout = job.layout
     made = layout.tp * layout.cp * layout.dp_shard
-    near = facts["whole"] // max(1, layout.cp * layout.dp_shard)
+    near = max(1, facts["whole"] // max(1, layout.cp * layout.dp_shard))
     return facts["whole"] if near == layout.tp else made
 
 
