@@ -293,8 +293,10 @@ def check(launch: Launch, job: Job) -> list[Finding]:
     found = primus_schedules.check(facts, job)
     found += _sharding(facts, job) + _turbo(facts, job, environment)
     found += _recompute(facts, job) + _silent(launch, job) + _dp(job)
-    below = rules(facts, job, environment, TARGET, spell)
-    return [*found, *below]
+    if facts.get("layer_ids") is not None:
+        # Primus hides the granularity from Megatron's own check (recompute_layer_patches.py).
+        facts = {**facts, "recompute_granularity": None}
+    return [*found, *rules(facts, job, environment, TARGET, spell)]
 
 
 def _sharding(facts: Mapping[str, Any], job: Job) -> list[Finding]:
