@@ -85,9 +85,11 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
 
 def _attention(arguments: Arguments) -> dict[str, Any]:
     take, switch = arguments.take, arguments.switch
+    heads = arguments.values.get("num_attention_heads")
     grouped = switch("group_query_attention", False, "model.kv_heads")
     groups = take("num_query_groups", int, 1, "model.kv_heads")
-    heads = arguments.values.get("num_attention_heads")
+    if arguments.spell("group_query_attention") is None:  # a target without the switch
+        grouped = "num_query_groups" in arguments.given
     qk_norm = switch("qk_layernorm", False, "model.qk_norm")
     fields = {
         "model.kv_heads": groups if grouped else heads,

@@ -90,22 +90,22 @@ def _devices(values: list[Setting]) -> int | None:
     return each * nodes if whole else None
 
 
-def _paths(values: list[Setting]) -> dict[str, str]:
-    """Argument -> the dotted path under which the file has it."""
-    found = {}
+def _paths(values: list[Setting]) -> dict[str, str | None]:
+    """Argument -> the dotted path under which the file has it; None: it has no word for it."""
+    found: dict[str, str | None] = {}
     for setting in values:
         name = setting.name.rpartition(".")[2]
         found[CONFIG_NAMES.get(name, _RUN.get(name) or name)] = setting.name
         switch = _ACTIVATIONS.get(str(setting.value)) if name == "activation_func" else None
         if switch:
             found[switch] = setting.name
-        if name == "num_query_groups" and setting.value is not None:
-            # The configuration class groups queries wherever their number is given.
-            found.setdefault("group_query_attention", "")
+    if any(s.name.startswith("language_model.") for s in values):
+        # The configuration class has no such switch: it groups queries wherever they are counted.
+        found.setdefault("group_query_attention", None)
     return found
 
 
-def _switched(setting: Setting, paths: Mapping[str, str]) -> Setting:
+def _switched(setting: Setting, paths: Mapping[str, str | None]) -> Setting:
     on = setting.name in (paths.get("swiglu"), paths.get("squared_relu"))
     return replace(setting, value=True) if on and isinstance(setting.value, str) else setting
 
