@@ -157,6 +157,8 @@ def _zero(settings: Settings, found: Script, fields: dict[str, Any]) -> dict[str
         if shard is None and replicate is None:
             return {"layout.zero": 0}
         return {"layout.zero": 0, "layout.dp_replicate": total, "layout.dp_shard": 1}
+    if shard is not None and shard * (fields.get("layout.cp") or 1) == 1:
+        return {"layout.zero": 0, "layout.dp_replicate": replicate or 1, "layout.dp_shard": 1}
     return {"layout.zero": zero}
 
 
