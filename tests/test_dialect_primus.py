@@ -333,6 +333,25 @@ def test_required_keys():
     assert "at start" in found[0].message
 
 
+def test_keys_that_stand_in_the_wrong_place():
+    """At the top nothing reads them; beside overrides a preset of the module goes before them."""
+    launch = read(more="sede: 3\nplatfrom: {}\n")
+    messages = [f.message for f in named(launch.findings, "primus-top-level")]
+    assert len(messages) == 2
+    assert any("did you mean platform" in m for m in messages)
+    text = experiment("seed: 5").replace("    overrides", "    micro_batch_size: 9\n    overrides")
+    launch = primus.read(source(text), Told())
+    assert launch.fields["layout.micro_batch"] == 2
+    assert named(launch.findings, "primus-beside-overrides")
+
+
+def test_variables_that_must_be_set():
+    """yaml_loader._resolve_env_in_string raises where there is neither value nor default."""
+    launch = read("wandb_project: ${PROJECT}")
+    assert "PROJECT" in named(launch.findings, "primus-required-variables")[0].message
+    assert not launch.settings.findings
+
+
 def test_norm_epsilon_is_inert():
     """schema_check.py: norm_epsilon is DeepSeek-V4's; layernorm_epsilon is Megatron's."""
     launch = read("norm_epsilon: 1.0e-6")

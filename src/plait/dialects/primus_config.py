@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from plait.dialects.launch import AT_START, note, refused
+from plait.dialects.launch import AT_START, changed, note, refused
 from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import Source, read_file
 from plait.dialects.tree import flat, read_yaml
@@ -35,6 +35,8 @@ OTHERS = (
 )
 #: Keys that every experiment must have (`PrimusParser.parse_meta_info`).
 REQUIRED = ("work_group", "user_name", "exp_name", "workspace")
+#: Everything that has a meaning at the top of one.
+TOP = (*REQUIRED, "modules", "platform", "env", "extends")
 #: Keys of a module that are no values of its backend (`parse_trainer_module`).
 RESERVED = frozenset(
     ("name", "framework", "config", "model", "overrides", "params", "trainer_class")
@@ -176,11 +178,20 @@ def read_experiment(source: Source, environment: Mapping[str, str], suite: str =
         for kind, name, title in layers:
             if name and not _VARIABLE.search(name):
                 beneath += _preset(source, framework, kind, name, title, variables, findings)
+        # `parse_trainer_module` lets a preset of the module stand before what it says itself.
+        there = {s.name for s in beneath if s.where.startswith("module")}
+        for key in own.keys() & there:
+            message = f"{key} beside overrides is read by nothing: the module's preset has it"
+            findings.append(changed("Primus", "primus-beside-overrides", message, own.pop(key)))
     else:  # exported whole: everything stands in the module itself
         own = {k: v for k, v in body.items() if k not in RESERVED}
     params = body.get("params")
     whole = own | (dict(params) if isinstance(params, Mapping) else {}) | dict(values)
     said = tuple(_settings(whole, framework))
+    missing = sorted({name for setting in said for name in setting.open})
+    if missing:
+        message = f"{', '.join(missing)} must be set in the environment, or it refuses to start"
+        findings.append(note("Primus", "primus-required-variables", message))
     block = tree.get("env")
     sets = {str(k): str(v) for k, v in block.items()} if isinstance(block, Mapping) else {}
     return Experiment(
@@ -245,6 +256,11 @@ def _missing(tree: Mapping[str, Any], body: Mapping[str, Any]) -> list[Finding]:
     if missing:
         message = f"the file must say {', '.join(missing)}"
         found.append(refused("Primus", "primus-required-keys", AT_START, message))
+    for key in tree.keys() - set(TOP):
+        near = closest(key, TOP, 0.75)
+        hint = f"; did you mean {near}?" if near else "; values stand under overrides"
+        message = f"{key} at the top of the file is read by nothing{hint}"
+        found.append(changed("Primus", "primus-top-level", message, key))
     strange = [name for name in tree["modules"] if "trainer" not in str(name)]
     if strange:
         message = f"a module must be a trainer, not {', '.join(map(str, strange))}"
