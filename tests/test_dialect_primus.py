@@ -704,6 +704,15 @@ def test_torchtitan_backend():
     assert plain.fields["layout.recompute"] == "none"
 
 
+def test_torchtitan_sizes_beside_a_flavor():
+    """patches/model_override_patches.py."""
+    launch = read("model:\n  n_layers: 4", framework="torchtitan")
+    assert launch.fields["model"] == "llama3.1-8b"
+    assert launch.fields["model.layers"] == 4
+    assert read(model="llama3.1_405B.yaml", framework="torchtitan").fields["model.layers"] == 126
+    assert not launch.unknown()
+
+
 def test_torchtitan_unknown_key():
     launch = read("training:\n  local_batchsize: 4", framework="torchtitan")
     ((setting, nearest),) = launch.unknown()

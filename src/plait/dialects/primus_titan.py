@@ -53,7 +53,10 @@ def read(
     asynchronous = settings.take(
         "primus_turbo.use_turbo_async_tp", bool, False, "tensor parallelism overlapped"
     )
+    # TorchTitan's own recipes give sizes under these names too, and mean a model without a flavor.
+    beside = {name: settings.said.pop(name) for name in _MODEL if name in settings}
     fields, facts = titan_config.understand(settings, told, world, RELEASE)
+    settings.said |= beside
     if told.model is None:
         fields |= {path: value for path, value in own.items() if value is not None}
     written = {s.name for s in experiment.said} | {s.name for s in command}
