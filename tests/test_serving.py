@@ -359,3 +359,30 @@ def test_a_page_of_degrees_that_do_not_multiply(tmp_path, capsys):
     words = "explain qwen3-0.6b --gpus h100:48 --tp 24 --cp 16 --html".split()
     assert main([*words, str(page)]) == 1
     assert "Illegal" in page.read_text("utf-8")
+
+
+def test_a_dry_run_is_of_training(capsys):
+    command = "vllm serve Qwen/Qwen3-0.6B -tp 2"
+    assert main(["dryrun", "--from", "vllm", command]) == 2
+    assert "plait explain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ("vllm", "vllm serve Qwen/Qwen3-30B-A3B -tp 2 -dp 2 -ep --max-num-seqs 64"),
+        ("sglang", "sglang serve --model Qwen/Qwen3-8B --tp 4 --max-running-requests 64"),
+        ("trtllm", "trtllm-serve deepseek-ai/DeepSeek-R1 --tp_size 8 --max_batch_size 64"),
+    ],
+)
+def test_from_one_engine_to_another(source, command, target, capsys):
+    assert main(["convert", "--from", source, "--to", target, command, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    text = answer["files"]["serve.sh"].removeprefix("#!/bin/sh\n")
+    assert main(["explain", "--from", target, text, "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)
+    before = answer["report"]
+    assert after["world"] == before["world"]
+    assert after["model"] == before["model"]
+    assert after["serving"]["limits"][0]["in_all"] in (64, 128, 256)

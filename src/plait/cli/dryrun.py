@@ -23,6 +23,9 @@ def run(argv: list[str]) -> int:
     given, question = ask("dryrun", _WORDS, argv, _flags)
     job, found = question.job, question.findings
     rank, wrong = _rank(given.get("rank"), job.layout.world)
+    if question.serving is not None:
+        message = "what is run is the training program; plait explain says what serving holds"
+        wrong.append(error("from", given["from"], message, rule="not-built"))
     errors = [f for f in (*found, *question.own) if f.level == "error"] + wrong
     if errors:  # an illegal layout can be explained, but not run
         raise UserError(errors)

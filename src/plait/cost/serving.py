@@ -340,6 +340,18 @@ def of_rank(serving: Serving, field: str) -> int | None:
     return next((x.of_rank for x in limits(serving) if options[x.option] == field), None)
 
 
+def carried(serving: Serving, engine: str) -> Serving:
+    """What another engine can take over of a launch's choices, on the same layout: the model, its
+    lengths and dtypes, and the most requests, counted as it counts them. Its cache's dtype is
+    still the old engine's word."""
+    requests = of_rank(serving, "max_requests")
+    each = {c.field: c.each for c in ENGINES[engine].limits}
+    if requests is not None and each["max_requests"] == "engine":
+        requests *= serving.attn_dp
+    kept = ("model", "dtype", "weights", "kv_dtype", "max_len", "redundant", "balanced")
+    return Serving(engine, max_requests=requests, **{k: getattr(serving, k) for k in kept})
+
+
 def stage_layers(serving: Serving, model: Model) -> tuple[int, ...]:
     """Layers of each stage, as the launch says or the engine shares them out."""
     stages = serving.stages

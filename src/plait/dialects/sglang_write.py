@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from plait.cost.serving import Serving, on, stage_layers
+from plait.cost.serving import Serving, carried, on, stage_layers
 from plait.dialects.launch import Written, note
 from plait.dialects.serve_write import (
     ADDRESS,
@@ -93,16 +93,7 @@ def _plain(serving: Serving | None) -> Serving:
     if serving is None:
         return Serving("sglang")
     kv = {"fp8": "fp8_e4m3"}.get(serving.kv_dtype, serving.kv_dtype)
-    return Serving(
-        "sglang",
-        dtype=serving.dtype,
-        weights=serving.weights,
-        kv_dtype=kv if kv in _KV else "auto",
-        max_len=serving.max_len,
-        redundant=serving.redundant,
-        balanced=serving.balanced,
-        model=serving.model,
-    )
+    return replace(carried(serving, "sglang"), kv_dtype=kv if kv in _KV else "auto")
 
 
 def _choices(job: Job, serving: Serving, ep: int) -> list[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Any
 
-from plait.cost.serving import Serving
+from plait.cost.serving import Serving, carried
 from plait.dialects.launch import Written, note
 from plait.dialects.serve_write import command, devices_of_node, dropped, repository
 from plait.spec.findings import Finding
@@ -118,7 +118,7 @@ def _choices(job: Job, serving: Serving | None, chosen: Serving | None) -> list[
     fraction = chosen.fraction if chosen else None
     return [
         ("--max_seq_len", length),
-        ("--max_batch_size", chosen.max_requests if chosen else None),
+        ("--max_batch_size", (chosen or carried(serving, "trtllm")).max_requests),
         ("--max_num_tokens", chosen.max_tokens if chosen else None),
         ("--kv_cache_free_gpu_memory_fraction", None if fraction in (None, 0.9) else fraction),
         ("--kv_cache_dtype", kv if kv in ("fp8", "nvfp4") else None),

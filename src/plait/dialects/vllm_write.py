@@ -1,9 +1,10 @@
 """A job as `vllm serve` commands."""
 
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from plait.cost.serving import Serving, on, stage_layers
+from plait.cost.serving import Serving, carried, on, stage_layers
 from plait.dialects.launch import Written, note
 from plait.dialects.serve_write import (
     ADDRESS,
@@ -59,23 +60,15 @@ def _plain(serving: Serving | None) -> Serving:
     """A launch of another engine: what it chose that vLLM has too."""
     if serving is None:
         return Serving("vllm")
-    kv = serving.kv_dtype if serving.kv_dtype in ("auto", "fp8", "fp8_e5m2", "nvfp4") else "auto"
-    return Serving(
-        "vllm",
-        dtype=serving.dtype,
-        weights=serving.weights,
-        kv_dtype=kv,
-        max_len=serving.max_len,
-        max_requests=serving.max_requests,
-        redundant=serving.redundant,
-        balanced=serving.balanced,
-        model=serving.model,
-    )
+    kv = "fp8" if serving.kv_dtype.startswith("fp8") else serving.kv_dtype
+    return replace(carried(serving, "vllm"), kv_dtype=kv if kv in _KV else "auto")
+
+
+#: Words for the cache's dtype that other engines have too.
+_KV = frozenset(("auto", "fp8", "nvfp4"))
 
 
 def _without_stages(layout: Any) -> Any:
-    from dataclasses import replace
-
     return replace(layout, stages=None)
 
 
