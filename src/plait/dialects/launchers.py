@@ -74,6 +74,11 @@ _ALSO = {
     "uv": "exec", "poetry": "exec", "coverage": "exec", "ionice": "nice",
     "ncu": "nsys", "rocprof": "nsys", "salloc": "srun", "sbatch": "srun",
 }  # fmt: skip
+#: Flags of `uv run` and its like that take a word; all others are switches.
+_TAKING = frozenset(
+    "--extra --group --only-group --no-group --with --with-editable --with-requirements --project"
+    " --directory --python -p --package --env-file --index --index-url --rcfile -u".split()
+)
 _LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "srun")
 
 
@@ -198,7 +203,7 @@ def _layer(name: str, words: list[Word]) -> tuple[_Layer, list[Word]]:
             found.append(Setting(spelled, value, word.where, word.open))
         elif key in ("-m", "--module") and name in ("torchrun", "deepspeed", "accelerate"):
             found.append(Setting("--module", True, word.where))
-        elif key in _SWITCHES[name] or name in ("exec", "sudo"):
+        elif key in _SWITCHES[name] or (name in ("exec", "sudo") and key not in _TAKING):
             found.append(Setting(spelled, True, word.where))
         elif name == "srun" and re.fullmatch(r"-[Nn]\d+", key):
             found.append(Setting(key[:2], key[2:], word.where))
