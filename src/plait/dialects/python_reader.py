@@ -27,6 +27,8 @@ from plait.dialects.python_values import (
     element,
     first_open,
     loaded,
+    method,
+    plainly,
     sound,
     truth,
 )
@@ -345,7 +347,9 @@ class Reader:
         if isinstance(owner, Made):
             if isinstance(key, str) and key in owner.fields:
                 return owner.fields[key]
-            return Made(f"{owner.name}[]", [owner, key], line=node.lineno, called=True)
+            part = Made(f"{owner.name}[]", [owner, key], line=node.lineno, called=True)
+            answer = self.outside(part) if self.outside else None
+            return part if answer is None else answer
         try:
             return owner[key]
         except (KeyError, IndexError, TypeError):
@@ -400,9 +404,9 @@ class Reader:
                 return Open(word) if local or self.world is None else self.world
             return self._variable(*args[:2])
         if name in PLAIN:
-            return self._plainly(name, args, named)
+            return plainly(name, args, named)
         if name.startswith("?.") and function.args:
-            return self._method(word, function.args[0], args)
+            return method(word, function.args[0], args)
         if word == "add_argument":
             self._option(args, named)
         if word in ("parse_args", "parse_known_args"):
@@ -413,7 +417,7 @@ class Reader:
             if isinstance(made, Function):
                 return self._enter(made, [], {})
             if isinstance(made, Made):
-                return self._plainly(made.name, [], {}) if made.name in PLAIN else self._make(
+                return plainly(made.name, [], {}) if made.name in PLAIN else self._make(
                     made, [], {}, line
                 )  # fmt: skip
             return named.get("default")
@@ -422,37 +426,6 @@ class Reader:
         answer = self.outside(made) if self.outside else None
         self.calls.append(made)
         return made if answer is None else answer
-
-    def _plainly(self, name: str, args: list[Any], named: dict[str, Any]) -> Any:
-        opened = first_open(*args, *named.values())
-        if opened or any(isinstance(a, Made) for a in args):
-            return opened or Open(name)
-        wide = name in ("range", "list", "tuple") and args and isinstance(args[0], int)
-        if wide and any(isinstance(a, int) and abs(a) > LONGEST for a in args):
-            return Open(name)
-        try:
-            return PLAIN[name](*args, **named)
-        except Exception:
-            return Open(name)
-
-    def _method(self, name: str, owner: Any, args: list[Any]) -> Any:
-        """Methods of plain values that configurations use."""
-        if isinstance(owner, list) and name in ("append", "extend") and args:
-            new = args[0] if name == "extend" and isinstance(args[0], list | tuple) else args[:1]
-            if len(owner) < LONGEST:
-                owner.extend(new)
-            return None
-        if isinstance(owner, dict) and name in ("get", "update", "items", "keys", "values", "pop"):
-            if name == "update" and args and isinstance(args[0], dict):
-                owner.update(args[0])
-                return None
-            if name in ("get", "pop") and args and isinstance(args[0], str | int):
-                return owner.get(args[0], args[1] if len(args) > 1 else None)
-            return list(getattr(owner, name)()) if name in ("items", "keys", "values") else None
-        plain = isinstance(owner, str) and name in ("lower", "upper", "strip", "split")
-        if plain and all(isinstance(a, str) for a in args):
-            return getattr(owner, name)(*args)
-        return Open(name)
 
     def _option(self, args: list[Any], named: dict[str, Any]) -> None:
         names = [a for a in args if isinstance(a, str)]
@@ -473,7 +446,7 @@ class Reader:
             return named["action"] == "store_true"
         kind = named.get("type")
         if isinstance(kind, Made) and kind.name in ("int", "float"):
-            return self._plainly(kind.name, [text], {})
+            return plainly(kind.name, [text], {})
         return text
 
     def _arguments(self) -> dict[str, Any]:

@@ -154,3 +154,37 @@ def copied(value: Any) -> Any:
             value.called,
         )
     return value
+
+
+def plainly(name: str, args: list[Any], named: dict[str, Any]) -> Any:
+    """A call of one of Python's own functions on plain values."""
+    opened = first_open(*args, *named.values())
+    if opened or any(isinstance(a, Made) for a in args):
+        return opened or Open(name)
+    wide = name in ("range", "list", "tuple") and args and isinstance(args[0], int)
+    if wide and any(isinstance(a, int) and abs(a) > LONGEST for a in args):
+        return Open(name)
+    try:
+        return PLAIN[name](*args, **named)
+    except Exception:
+        return Open(name)
+
+
+def method(name: str, owner: Any, args: list[Any]) -> Any:
+    """Methods of plain values that configurations use."""
+    if isinstance(owner, list) and name in ("append", "extend") and args:
+        new = args[0] if name == "extend" and isinstance(args[0], list | tuple) else args[:1]
+        if len(owner) < LONGEST:
+            owner.extend(new)
+        return None
+    if isinstance(owner, dict) and name in ("get", "update", "items", "keys", "values", "pop"):
+        if name == "update" and args and isinstance(args[0], dict):
+            owner.update(args[0])
+            return None
+        if name in ("get", "pop") and args and isinstance(args[0], str | int):
+            return owner.get(args[0], args[1] if len(args) > 1 else None)
+        return list(getattr(owner, name)()) if name in ("items", "keys", "values") else None
+    plain = isinstance(owner, str) and name in ("lower", "upper", "strip", "split")
+    if plain and all(isinstance(a, str) for a in args):
+        return getattr(owner, name)(*args)
+    return Open(name)

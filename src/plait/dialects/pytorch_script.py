@@ -168,7 +168,7 @@ class Script:
         for name, size in mesh.dims.items():
             total = total * size if total and size else 0
             axis = next((a for a, dims in self.roles.items() if name in dims), None)
-            if axis is None and size != 1:
+            if axis is None and size is not None and size != 1:
                 yield Setting(f"mesh.{name}", size, f"line {mesh.line}")
         self.facts["mesh"] = total or None
         for axis in ("tp", "cp", "pp", "ep", "dp_replicate"):
