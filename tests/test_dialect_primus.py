@@ -260,6 +260,8 @@ def test_script_sets_variables(tmp_path):
         ("torchrun --nproc_per_node 4 --nnodes 2 primus/cli/main.py train pretrain "
          "--config exp.yaml", 8),
         ("torchrun --nproc_per_node=8 primus/train.py --config exp.yaml", 8),
+        ("bash run_k8s_pretrain.sh --url http://a create --replica 2 --gpu 4 --exp exp.yaml", 8),
+        ("primus train pretrain --config exp.yaml", 8),
     ],
 )  # fmt: skip
 def test_ways_to_start(tmp_path, monkeypatch, command, ranks):

@@ -29,6 +29,10 @@ FILES = ("primus/cli/main.py", "primus/train.py", "primus/pretrain.py", "train.p
 _TALKERS = ("echo", "printf", "cat", "ls", "cp", "grep", "chmod", "tee", "cd", "source", ".")
 #: Options of the training command that are no overrides (launcher/parser.py).
 _OWN = ("data_path", "backend_path", "export_config")
+#: Options of run_k8s_pretrain.sh -> the variable that they set; "": they decide nothing.
+_CLOUD = {"replica": "NNODES", "gpu": "GPUS_PER_NODE"} | dict.fromkeys(
+    ("url", "cpu", "image", "hf_token", "workspace", "exp_name", "nodelist", "memory"), ""
+)
 #: GPUs of a node where nothing says otherwise (runner/primus-cli-direct.sh).
 GPUS_PER_NODE = 8
 
@@ -135,6 +139,7 @@ def _is_primus(words: Sequence[Word], at: int) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in (*CLI, *SCRIPTS)):
         return True
     main = path in MODULES or path.endswith(FILES[:3])
+    main = main or (name == "primus" and [w.text for w in words[at + 1 : at + 2]] == ["train"])
     loose = path.endswith(FILES[3:]) and any(
         w.text.partition("=")[0] in ("--config", "--exp") for w in words[at:]
     )
@@ -145,6 +150,8 @@ def _split(found: _Found) -> tuple[list[Word], dict[str, str]]:
     """The words of the training command, and the variables that hold for it."""
     environment = dict(found.command.environment)
     words = list(found.words)
+    if fnmatchcase(found.name, "run_k8s_pretrain*.sh"):
+        words = _cloudless(words, environment)
     if not found.cli:
         return words, environment
     at = next((i for i, w in enumerate(words) if w.text in ("pretrain", "posttrain")), None)
@@ -163,6 +170,24 @@ def _split(found: _Found) -> tuple[list[Word], dict[str, str]]:
         if equals and name in ("--nodes", "--gpus-per-node"):
             environment["NNODES" if name == "--nodes" else "GPUS_PER_NODE"] = value
     return words if at is None else words[at:], environment
+
+
+def _cloudless(words: list[Word], environment: dict[str, str]) -> list[Word]:
+    """The words that are for the training command; what asks for machines goes to `environment`."""
+    kept: list[Word] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.text.partition("=")
+        key = name.removeprefix("--")
+        if not (name.startswith("--") and key in _CLOUD):
+            kept.append(word)
+            continue
+        if not equals and rest:
+            value = rest.pop(0).text
+        if _CLOUD[key]:
+            environment[_CLOUD[key]] = value
+    return kept
 
 
 def _experiment(
