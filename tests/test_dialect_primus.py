@@ -789,10 +789,12 @@ def layouts(draw):
     pp = draw(st.sampled_from([1, 2, 4]))
     dp = draw(st.sampled_from([1, 2, 4]))
     said |= {"layout.tp": tp, "layout.cp": cp, "layout.pp": pp, "ranks": tp * cp * pp * dp}
-    zero = draw(st.sampled_from([0, 1]))
+    zero = draw(st.sampled_from([0, 1, 2, 3]))
     said["layout.zero"] = zero
     if zero == 0 and dp > 1:
         said["layout.dp_shard"] = 1
+    elif dp > 2 and kind != "moe":
+        said["layout.dp_replicate"] = draw(st.sampled_from([1, 2]))
     if kind == "moe":
         ep = draw(st.sampled_from([e for e in (1, 2, 4, 8) if (tp * cp * dp) % e == 0]))
         said |= {"layout.ep": ep, "layout.etp": 1, "layout.sequence_parallel": tp > 1}
