@@ -62,9 +62,9 @@ class Said:
                 continue
             said = self.settings.take(name, kind, None, means)
             value = value if said is None else said
-        if short not in self.places and default is not None:
-            if means.partition(".")[0] in ("layout", "train"):
-                self.settings.defaults[short] = (default, means)
+        decides = means.partition(".")[0] in ("layout", "train")
+        if short not in self.places and default is not None and decides:
+            self.settings.defaults[short] = (default, means)
         self.values[short] = value
         return value
 
@@ -137,8 +137,11 @@ def understand(said: Said, world: int | None) -> tuple[dict[str, Any], int | Non
     if kind != "DEEPSPEED" and precision in ("bf16", "fp16"):
         fields["train.grad_dtype"] = "float32"
         what = "gradients are reduced in it" if kind == "FSDP" else "of autocast only"
-        said.note("mixed-precision", f"parameters and gradients are kept in float32; {precision} "
-                  f"is for computing ({what}), where plait keeps a copy in {precision}")  # fmt: skip
+        message = (
+            f"parameters and gradients are kept in float32; {precision} is for computing ({what}), "
+            f"where plait keeps a copy in {precision}"
+        )
+        said.note("mixed-precision", message)
     fields |= _parallelism(said, kind, fields)
     accumulation = said.take("gradient_accumulation_steps", int, None, "train.accumulation")
     if accumulation:

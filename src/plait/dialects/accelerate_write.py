@@ -20,6 +20,9 @@ def written(job: Job) -> Written:
     from plait.dialects.accelerate import dumped
 
     notes: list[Finding] = []
+    if job.layout.recompute not in ("none", "full"):
+        _say(notes, "recompute", "recomputes whole layers or nothing: whole layers")
+        job = replace(job, layout=replace(job.layout, recompute="full"))
     kind = _kind(job)
     files: dict[str, str] = {}
     if kind == "DEEPSPEED":
@@ -95,8 +98,6 @@ def _torch(job: Job, notes: list[Finding]) -> tuple[dict[str, Any], Layout]:
     layout = job.layout
     if layout.sequence_parallel:
         _say(notes, "norms", "tensor parallelism keeps norms whole: no sequence parallelism")
-    if layout.recompute not in ("none", "full"):
-        _say(notes, "recompute", "recomputes whole layers or nothing: whole layers")
     layout = replace(layout, sequence_parallel=False)
     if layout.zero == 0 and layout.tp == layout.cp == 1:
         kind = "MULTI_GPU" if layout.world > 1 else "'NO'"
@@ -147,14 +148,9 @@ def _megatron(job: Job, notes: list[Finding]) -> tuple[dict[str, Any], Layout]:
     zero = min(layout.zero, 1)
     if layout.cp > 1 and (layout.ulysses > 1 or layout.cp_method != "ring"):
         _say(notes, "context", "context parallelism is Megatron-LM's ring")
-    recompute = layout.recompute
-    if recompute not in ("none", "full"):
-        _say(notes, "recompute", "recomputes whole layers or attention: whole layers")
-        recompute = "full"
     layout = replace(
         layout, vpp=1, schedule="1f1b", stages=None, zero=zero, ulysses=1, cp_method="ring",
         dp_replicate=1 if zero else layout.dp, dp_shard=layout.dp if zero else 1,
-        recompute=recompute,
     )  # fmt: skip
     config: dict[str, Any] = {
         "tp_degree": layout.tp, "pp_degree": layout.pp,
@@ -168,7 +164,7 @@ def _megatron(job: Job, notes: list[Finding]) -> tuple[dict[str, Any], Layout]:
     if layout.ep > 1:
         config["expert_model_parallel_size"] = layout.ep
         config["expert_tensor_parallel_size"] = layout.etp
-    if recompute == "full":
+    if layout.recompute == "full":
         config |= {"recompute_granularity": "full", "recompute_method": "uniform",
                    "recompute_num_layers": 1}  # fmt: skip
     named = {f"megatron_lm_{name}": value for name, value in config.items()}

@@ -67,7 +67,7 @@ def _plain(setting: Setting) -> Setting:
         return replace(setting, value=name) if name else setting
     if setting.name != "--num-experts":
         return setting
-    counts = [int(v) for v in setting.value if str(v).isdecimal() and len(str(v)) < 7]
+    counts = [int(v) for v in list(setting.value) if str(v).isdecimal() and len(str(v)) < 7]
     return setting if not counts else replace(setting, value=max(counts) if max(counts) > 1 else 0)
 
 
@@ -105,7 +105,10 @@ def fields_of(
         if fields.get(path, 1) < 1:
             message = f"{path} {fields.pop(path)}: left to the checkpoint or to another program"
             found.append(note(TARGET, "megatron-deepspeed-unset", message))
-    _mixture(settings, fields, found, tp)
+    has = told.model.moe is not None if told.model else "model.moe.experts" in fields
+    _mixture(settings, fields, found, tp if has else None)
+    if told.model:
+        fields = {path: v for path, v in fields.items() if not path.startswith("model.")}
     _steps(settings, fields)
     facts |= {
         "pipeline_engine": pipeline and "--deepspeed" in said,
@@ -116,10 +119,16 @@ def fields_of(
     return fields, facts, found
 
 
-def _mixture(settings: Settings, fields: dict[str, Any], found: list[Finding], tp: int) -> None:
-    """Experts as DeepSpeed's MoE layer counts them: one layer in two, one expert a token."""
+def _mixture(
+    settings: Settings, fields: dict[str, Any], found: list[Finding], tp: int | None
+) -> None:
+    """Experts as DeepSpeed's MoE layer counts them: one layer in two, one expert a token.
+
+    Args:
+        tp: None for a dense model.
+    """
     settings.defaults.pop("--expert-tensor-parallel-size", None)
-    if "model.moe.experts" not in fields:
+    if tp is None:
         for path in [p for p in fields if p in ("layout.ep", "layout.etp")]:
             fields.pop(path)
         return
@@ -133,7 +142,7 @@ def _mixture(settings: Settings, fields: dict[str, Any], found: list[Finding], t
         if name not in settings:
             fields[path] = value
             settings.defaults[name] = (value, path)
-    fields["model.moe.normalize"] = fields["model.moe.topk"] > 1
+    fields["model.moe.normalize"] = fields.get("model.moe.topk", 1) > 1
     if "--disable-moe-token-dropping" not in settings:
         fields.setdefault("model.moe.capacity", 1.0)
         fields["model.moe.drop"] = "position"

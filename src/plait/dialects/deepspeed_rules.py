@@ -196,7 +196,9 @@ def _groups(facts: Mapping[str, Any], job: Job, target: str) -> Iterator[Finding
     mics, hpz, stage = facts.get("mics", -1), facts.get("hpz", 1), facts.get("stage")
     if stage is None:
         return
-    ranks = max(1, job.layout.dp * job.layout.cp)
+    # The job is a stand-in where its degrees do not go together: its world is not the launch's.
+    world, layout = facts.get("world") or job.layout.world, job.layout
+    ranks = max(1, world // max(1, layout.tp * layout.pp))
     for name, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
         if not size or size <= (0 if name == "mics_shard_size" else 1):
             continue

@@ -256,6 +256,7 @@ def _megatron(writer: Writer, layout: Layout) -> str:
     whole, _, _ = batch_of(Writer(job, "", []), layout)
     job = replace(job, train=replace(job.train, global_batch=whole))
     arguments, _ = arguments_of(job, writer.target)
+    arguments["sequence_parallel"] = layout.sequence_parallel
     lost = []
     lines = []
     names = deepspeed_megatron.known()
