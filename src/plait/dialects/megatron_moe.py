@@ -110,6 +110,7 @@ def _shared(arguments: Arguments) -> dict[str, Any]:
     if not width or width < 1:
         return {}
     one = arguments.take("moe_ffn_hidden_size", int, None, "model.moe.ffn")
+    one = one or arguments.values.get("ffn_hidden_size")
     shared = width // one if one and one > 0 and width % one == 0 else 1
     return {"shared": shared} | ({} if one and shared * one == width else {"shared_ffn": width})
 

@@ -118,6 +118,12 @@ def grids(case: Case) -> Iterator[Finding]:
         yield case.refused(
             "expert-grid", message, value=layout.etp, **_legal_experts(layout, world // layout.pp)
         )
+    if has and case.fact("use_tp_pp_dp_mapping") and layout.pp > 1 and layout.edp != layout.dp:
+        message = f"{case.name('use_tp_pp_dp_mapping')} with EDP {layout.edp} other than DP "
+        yield case.refused("rank-order", f"{message}{layout.dp}")
+    elif case.fact("use_tp_pp_dp_mapping") and layout.pp > 1:
+        message = "places stages next to each other and data-parallel ranks apart; plait counts "
+        yield case.note("rank-order", f"{message}stages apart")
     copies = case.fact("num_distributed_optimizer_instances", 1)
     shared = world // max(1, layout.tp * layout.pp)
     if copies > 1 and shared % copies:

@@ -17,7 +17,7 @@ SWITCHES = (
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "distribute_saved_activations",
     "calculate_per_token_loss", "async_save", "use_persistent_ckpt_worker", "moe_enable_deepep",
     "add_position_embedding", "use_checkpoint_args", "mock_data", "checkpoint_activations",
-    "moe_grouped_gemm", "defer_embedding_wgrad_compute",
+    "moe_grouped_gemm", "defer_embedding_wgrad_compute", "use_tp_pp_dp_mapping",
 )  # fmt: skip
 #: Those that are on unless they are switched off.
 ON = ("gradient_accumulation_fusion", "add_position_embedding")

@@ -36,8 +36,9 @@ def _dtypes(arguments: Arguments) -> dict[str, Any]:
     if dtype == "float32" and not (fp16 or bf16):
         message = f"without {arguments.spelled('bf16')} it trains in float32"
         arguments.note("megatron-float32", message)
+    kept = arguments.take("main_grads_dtype", str, None, "train.grad_dtype")
     grad = "float32"
-    if (bf16 and narrow) or (fp16 and not wide):
+    if (bf16 and (narrow or kept == "bf16")) or (fp16 and not wide):
         grad = dtype
     return {"train.dtype": dtype, "train.grad_dtype": grad}
 
