@@ -162,32 +162,24 @@ def read_experiment(source: Source, environment: Mapping[str, str], suite: str =
     if framework not in FRAMEWORKS:
         raise _wrong(source, _not_read(framework))
     findings = _missing(tree, body)
-    values = body.get("overrides", {})
-    if values is None:
-        values = {}
-    if not isinstance(values, Mapping):
-        raise _wrong(source, f"modules.{module}.overrides is not a table")
     config, model = (_stem(body.get(key)) for key in ("config", "model"))
+    own = {k: v for k, v in body.items() if k not in RESERVED}
     beneath: list[Setting] = []
-    if config or not model:
-        own = {k: v for k, v in body.items() if k not in RESERVED}
-        layers = (
-            ("models", model, "model preset"),
-            ("modules", config, "module preset"),
-        )
-        for kind, name, title in layers:
+    if config or not model:  # else it was exported whole: everything stands in the module itself
+        for kind, name, title in (("models", model, "model"), ("modules", config, "module")):
             if name and not _VARIABLE.search(name):
-                beneath += _preset(source, framework, kind, name, title, variables, findings)
+                where = f"{title} preset"
+                beneath += _preset(source, framework, kind, name, where, variables, findings)
         # `parse_trainer_module` lets a preset of the module stand before what it says itself.
-        there = {s.name for s in beneath if s.where.startswith("module")}
-        for key in own.keys() & there:
+        for key in own.keys() & {s.name for s in beneath if s.where.startswith("module")}:
             message = f"{key} beside overrides is read by nothing: the module's preset has it"
             findings.append(changed("Primus", "primus-beside-overrides", message, own.pop(key)))
-    else:  # exported whole: everything stands in the module itself
-        own = {k: v for k, v in body.items() if k not in RESERVED}
-    params = body.get("params")
-    whole = own | (dict(params) if isinstance(params, Mapping) else {}) | dict(values)
-    said = tuple(_settings(whole, framework))
+    for table in ("params", "overrides"):
+        values = body.get(table) or {}
+        if not isinstance(values, Mapping):
+            raise _wrong(source, f"modules.{module}.{table} is not a table")
+        own |= values
+    said = tuple(_settings(own, framework))
     missing = sorted({name for setting in said for name in setting.open})
     if missing:
         message = f"{', '.join(missing)} must be set in the environment, or it refuses to start"
