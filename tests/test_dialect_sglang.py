@@ -117,6 +117,7 @@ def test_python_and_containers():
         ("Qwen/Qwen3-30B-A3B --tp 4 --moe-dense-tp-size 2", "sglang-experts"),
         ("Qwen/Qwen3-8B --tp 2 --pp-size 2 --speculative-algorithm EAGLE", "sglang-speculation"),
         ("Qwen/Qwen3-8B --enable-ep-moe", "sglang-lost-option"),
+        ("Qwen/Qwen3-8B --pp 2", "sglang-ambiguous-option"),
         ("Qwen/Qwen3-8B --tp 3", "heads-divide-tp"),
         ("Qwen/Qwen3-30B-A3B --tp 4 --ep 4 --mem-fraction-static 1.2", "sglang-memory-fraction"),
     ],

@@ -89,6 +89,13 @@ def test_the_file_of_options_is_stronger():
     assert [setting.name for setting, _ in launch.unknown()] == ["nothing_like_it"]
 
 
+def test_a_file_that_is_elsewhere_is_left_out(explain):
+    for name in ("none.yaml", "${HERE}/options.yaml"):
+        code, report = explain(f"trtllm-serve Qwen/Qwen3-8B --tp_size 2 --config {name}")
+        assert (code, report["layout"]["tp"]) == (0, 2)
+        assert found(report)["file-not-here"]["level"] == "warning"
+
+
 def test_python_and_a_file_of_options_alone():
     program = (
         "from tensorrt_llm import LLM\n"

@@ -46,8 +46,9 @@ SCHEMES = {
     "gptq": Scheme(0.5 + 2.5 / 128, columns=128),
     "nvfp4": Scheme(0.5 + 1 / 16, columns=16),
     "nvfp4-experts": Scheme(0.5 + 1 / 16, columns=16, only="experts"),
-    "mxfp4": Scheme(0.5 + 1 / 32, columns=32),
-    "mxfp4-experts": Scheme(0.5 + 1 / 32, columns=32, only="experts"),
+    # Kernels for MXFP4 pad what a rank holds to whole groups.
+    "mxfp4": Scheme(0.5 + 1 / 32),
+    "mxfp4-experts": Scheme(0.5 + 1 / 32, only="experts"),
     "int4-experts": Scheme(0.5 + 2 / 32, columns=32, only="experts"),
     "bnb-4bit": Scheme(0.5 + 4 / 64),
 }

@@ -137,7 +137,8 @@ def options_file(
         )  # fmt: skip
         tree = read_yaml(file)
     except UserError as problem:
-        findings += problem.findings
+        missing = all(f.message == "no such file" for f in problem.findings)
+        findings += [_left_out(name)] if missing or "$" in name else problem.findings
         return []
     if tree is None:
         return []
@@ -146,6 +147,18 @@ def options_file(
         return []
     said = list(options(tree, Path(name).name))
     return [replace(s, name=canonical(s.name, known)) for s in said] if known else said
+
+
+def file_taken(settings: Settings, name: str, means: str) -> None:
+    """Marks the option that names a file; a name that is open is said where it is not read."""
+    if name in settings:
+        settings.taken[name] = (settings.said[name].value, means)
+
+
+def _left_out(name: str) -> Finding:
+    """A file of another machine: the launch is read without it."""
+    message = f"{name} is not here to be read: what it says is left out"
+    return Finding("warning", "file-not-here", message, name)
 
 
 def _beside(source: Source, name: str) -> Source:
@@ -355,6 +368,19 @@ def lost(settings: Settings, gone: Mapping[str, str], engine: str) -> list[Findi
         rule = f"{engine.lower().replace('-', '')}-lost-option"
         found.append(refused(engine, rule, AT_START, words, name))
     return sorted(found, key=lambda f: f.message)
+
+
+def ambiguous(settings: Settings, known: Flags, engine: str) -> list[Finding]:
+    """What is refused of flags that are cut so short that they could be several."""
+    found = []
+    for name in [n for n in settings.said if n.startswith("--") and n not in known.arity]:
+        could = sorted({known.aliases.get(f, f) for f in known.arity if f.startswith(name)})
+        if len(name) > 3 and len(could) > 1 and name not in settings.taken:
+            settings.taken[name] = (settings.said[name].value, "ambiguous")
+            words = f"{name} could be {', '.join(could[:4])}"
+            rule = f"{engine.lower().replace('-', '')}-ambiguous-option"
+            found.append(refused(engine, rule, AT_START, words, name))
+    return found
 
 
 def unread(settings: Settings, known: Flags) -> set[str]:

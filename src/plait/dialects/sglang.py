@@ -56,7 +56,7 @@ def read(source: Source, told: Told) -> Launch:
         said = options.options_file(files[-1].value, serve, source, trouble, known) + said
     settings = Settings(said, told.given)
     settings.findings += trouble
-    settings.take("--config", str, None, "a file of options")
+    options.file_taken(settings, "--config", "a file of options")
     fields, stored, notes = options.model_of(settings, "--model-path", told, source)
     model = options.shape(fields, told)
     own, facts, changes = _degrees(settings, model)
@@ -68,6 +68,7 @@ def read(source: Source, told: Told) -> Launch:
     more, copies = options.whole_fields(own, serving, told, "SGLang")
     roles = Layout(**{k: v for k, v in own.items() if k != "stages"})
     notes += copies + changes + options.lost(settings, LOST, "SGLang")
+    notes += options.ambiguous(settings, known, "SGLang")
     if len(found) > 1:
         words = f"{len(found)} servers are started here; this is the first of them"
         notes.append(note("SGLang", "sglang-several-servers", words))

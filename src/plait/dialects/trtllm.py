@@ -51,7 +51,7 @@ def read(source: Source, told: Told) -> Launch:
             inside += options.options_file(setting.value, serve, source, trouble)
     settings = Settings([*said, *_bare(inside)], told.given)
     settings.findings += trouble
-    settings.take("--config", str, None, "a file of options, stronger than flags")
+    options.file_taken(settings, "--config", "a file of options, stronger than flags")
     fields, stored, notes = options.model_of(settings, "model", told, source)
     model = options.shape(fields, told)
     own, facts = _degrees(settings, model)

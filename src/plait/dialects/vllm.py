@@ -57,7 +57,7 @@ def read(source: Source, told: Told) -> Launch:
         said = options.options_file(files[-1].value, serve, source, trouble, known) + said
     settings = Settings(said, told.given)
     settings.findings += trouble
-    settings.take("--config", str, None, "a file of options")
+    options.file_taken(settings, "--config", "a file of options")
     fields, stored, notes = options.model_of(settings, "--model", told, source)
     model = options.shape(fields, told)
     own, facts = _degrees(settings, model, serve.environment)
@@ -201,6 +201,7 @@ def _changes(
     """What the launch alone shows: options that this version has lost, names that silently become
     something else."""
     found = options.lost(settings, LOST, "vLLM")
+    found += options.ambiguous(settings, options.flags("vllm"), "vLLM")
     for key in facts["passes"]:
         name = key.removeprefix("pass_config.")
         if name in LOST_PASSES:
