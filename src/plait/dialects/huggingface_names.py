@@ -91,6 +91,8 @@ def _entry(key: str, stored: str | None, exact: bool) -> Named:
     fields, note, own = _models()[key]
     # "fp8" of a model whose blocks are 128 x 128 already says nothing new.
     weights = own if stored is None or (stored == "fp8" and own == "fp8-block") else stored
+    if stored == "nvfp4" and own == "fp8-block":
+        weights = "nvfp4-experts"  # such checkpoints of DeepSeek leave attention as it is
     return Named(dict(fields), None if weights == "none" else weights, exact, note)
 
 

@@ -141,8 +141,17 @@ def _sent(report: dict[str, Any]) -> Iterable[Markup]:
 def _table(heads: list[str], rows: list[list[Any]], what: str) -> Markup:
     head = element("tr", *(element("th", name, scope="col") for name in heads))
     body = (
-        element("tr", element("th", row[0], scope="row"), *(element("td", c) for c in row[1:]))
+        element(
+            "tr",
+            element("th", row[0], scope="row"),
+            *(element("td", c, class_="word" if _is_words(c) else None) for c in row[1:]),
+        )
         for row in rows
     )
     table = element("table", element("thead", head), element("tbody", *body), class_="numbers")
     return element("div", table, class_="scroll", tabindex=0, role="group", aria_label=what)
+
+
+def _is_words(cell: Any) -> bool:
+    """Words stand to the left, numbers to the right."""
+    return str(cell)[:1].isalpha()
