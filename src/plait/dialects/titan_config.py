@@ -306,9 +306,7 @@ def _samples(
     settings: Settings, facts: dict[str, Any], pipeline: bool
 ) -> tuple[int, int, int | None, int]:
     take = settings.take
-    # A mesh of 0.1 still says batch_size; it is the same number.
-    old = take("training.batch_size", int, 8, "layout.micro_batch")
-    local = take(SAMPLES[0], int, old, "layout.micro_batch")
+    local = take(SAMPLES[0], int, 8, "layout.micro_batch")
     total = take(SAMPLES[1], int, -1, "train.global_batch")
     seq = take(SAMPLES[2], int, 2048, "train.seq_len")
     part = take(SAMPLES[3], int, 1, "layout.micro_batch")

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from plait.dialects.huggingface_names import named
 from plait.dialects.launch import AT_START, Told, refused
 from plait.dialects.settings import Settings
 from plait.spec import presets
@@ -47,6 +48,8 @@ def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict
     said = [settings.said[key] for key in ("model.name", "model.flavor") if key in settings]
     if any(setting.open for setting in said):
         return {}
+    if name in _BACKENDS:
+        return _of_the_hub(settings, facts)
     known = flavors().get(name)
     if known is None:
         _unknown(settings, f"no model is called {name!r}", name, flavors())
@@ -68,6 +71,21 @@ def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict
         message = f"TorchTitan: {name} is described without {_APART[name]}"
         settings.findings.append(Finding("note", "torchtitan-model", message))
     return dict(found)
+
+
+#: Models that are Hugging Face's, by name.
+_BACKENDS = ("transformers_modeling_backend", "transformers_backend")
+
+
+def _of_the_hub(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+    """A model that transformers builds, by the name of its repository."""
+    option = next((n for n in ("hf_transformers.model", "hf_model") if n in settings), None)
+    repository = settings.take(option, str, None, "model") if option else None
+    found = named(repository) if repository and facts["flavor"] == "full" else None
+    if found is None:
+        return {}
+    facts["experts"] = _has_experts(found.fields)
+    return dict(found.fields)
 
 
 #: What a recipe that builds llama3's blocks itself calls sizes -> the same of a job file.

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -42,13 +43,30 @@ _FREE = (
     "comm.", "encoder.", "generator.", "renderer.", "model.", "optimizer.", "lr_scheduler.",
     "experimental.", "fault_tolerance.", "ft.", "memory_estimation.", "quantize.", "float8.",
     "mx.", "validation.", "inference.", "profiling.", "job.", "async_loop.", "compile.ep_overlap.",
-    "rollouter.", "batcher.", "generators.", "num_generators", "hf_model", "trainer.",
+    "rollouter.", "batcher.", "hf_transformers.", "data.", "eval.", "generators.",
+    "num_generators", "hf_model", "trainer.",
 )  # fmt: skip
 #: Words of tyro's subcommands -> `activation_checkpoint.mode`.
 _MODES = {
     "none": "none", "full": "full", "selective": "selective", "memory-budget": "memory_budget",
     "memory_budget": "memory_budget",
 }  # fmt: skip
+#: Names of 0.1 -> those of today.
+_RENAMED = {
+    "training.compile": "compile.enable",
+    "training.batch_size": "training.local_batch_size",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+}
 #: Ranks that run_train.sh starts where NGPU does not say.
 _NGPU = 8
 
@@ -76,6 +94,7 @@ def read(source: Source, told: Told) -> Launch:
         world, version = _told_in_comments(source), "main"
     else:
         said, world, version, environment = _command(source, notes)
+    said = [replace(s, name=_RENAMED.get(s.name, s.name)) for s in said]
     said, version = _of_one_age(said, version)
     settings = Settings(said, told.given)
     fields, facts = understand(settings, told, world, version)
@@ -241,6 +260,12 @@ def _beside(
     for file in _places(source, path):
         with suppress(UserError):
             return _toml(file)
+    own = re.search(r"(\w+)/train_configs/(\w+)\.toml$", path)
+    known = recipe(f"{own[1]}/{own[2]}.toml", None) if own else None
+    if known is not None:
+        message = f"TorchTitan: {path} is not here; taken for the one of TorchTitan 0.2.2"
+        notes.append(Finding("note", "torchtitan-file", message))
+        return known
     message = f"TorchTitan: {path} is not here; what it says is not known"
     notes.append(Finding("warning", "torchtitan-file", message))
     return [Setting("model.flavor", path, source.name, (path,))]
