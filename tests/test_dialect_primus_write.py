@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import isclose
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -95,7 +96,11 @@ def test_whatever_is_legal_comes_back(job):
     back, written = read_back(job, Told(world=job.layout.world))
     assert back.batch.global_ == job.batch.global_
     if {note.rule for note in written.notes} <= {"megatron-write-data"}:
-        assert not differences(job, back)
+        assert not {
+            path: pair
+            for path, pair in differences(job, back).items()
+            if not (all(isinstance(v, float) for v in pair) and isclose(*pair))
+        }
 
 
 @pytest.mark.parametrize("model", ["llama3.1-8b", "mixtral-8x7b", "deepseek-v3", "qwen3-8b"])
