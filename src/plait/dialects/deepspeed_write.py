@@ -1,6 +1,6 @@
 """A job as DeepSpeed's configuration, and as the script that starts a training with it.
 
-What the configuration can say of a layout is AutoTP, Ulysses, AutoEP, ZeRO and MiCS; a pipeline is
+What the configuration can say of a layout is AutoTP, Ulysses, AutoEP, ZeRO and hpZ; a pipeline is
 Megatron-DeepSpeed's, and so are its flags in the script.
 """
 
@@ -59,7 +59,9 @@ def fitted(writer: Writer, megatron: bool) -> Layout:
         writer.say("pipeline-zero", f"its pipeline engine takes ZeRO 0 or 1: ZeRO is 1, not {zero}")
         zero = 1
     if layout.dp_replicate > 1 and zero and not (zero == 3 and layout.dp_shard > 1):
-        writer.say("replicas", f"ZeRO {zero} shards over all ranks; MiCS is of ZeRO 3")
+        writer.say(
+            "replicas", f"ZeRO {zero} shards over all ranks; groups of fewer (hpZ) are of ZeRO 3"
+        )
     if layout.pp > 1 and layout.vpp > 1:
         writer.say("chunks", "its pipeline has one chunk a stage")
         changes["vpp"] = 1
@@ -82,12 +84,12 @@ def fitted(writer: Writer, megatron: bool) -> Layout:
         writer.say("autoep-zero", "AutoEP with AutoTP or Ulysses takes ZeRO 0 to 2: ZeRO is 2")
         zero = 2
     dp = layout.world // (layout.tp * sp * layout.pp)
-    mics = zero == 3 and layout.dp_replicate > 1 and layout.dp_shard > 1 and ep == 1
-    shard = layout.dp_shard * layout.cp // sp if mics else dp
-    if mics and dp % shard:
-        mics, shard = False, dp
+    groups = zero == 3 and layout.dp_replicate > 1 and layout.dp_shard > 1 and ep == 1
+    shard = layout.dp_shard * layout.cp // sp if groups else dp
+    if groups and dp % shard:
+        shard = dp
     if zero == 3 and layout.dp_replicate > 1 and ep > 1 and layout.dp_shard > 1:
-        writer.say("mics-experts", "AutoEP goes without MiCS: states are sharded over all ranks")
+        writer.say("replicas-experts", "AutoEP goes without hpZ: states are sharded over all ranks")
     return replace(
         layout, cp=sp, ulysses=sp, cp_method="ring", etp=etp, ep=ep, zero=zero,
         dp_replicate=dp if zero == 0 else dp // shard, dp_shard=1 if zero == 0 else shard,
@@ -130,7 +132,12 @@ def configuration(writer: Writer, layout: Layout, megatron: bool = False) -> dic
         "zero_optimization": {"stage": layout.zero},
     }
     if layout.zero == 3 and layout.dp_replicate > 1:
-        tree["zero_optimization"]["mics_shard_size"] = layout.dp_shard * layout.cp
+        # MiCS, which shards gradients and states in the group too, is gone since 0.19.8.
+        tree["zero_optimization"]["zero_hpz_partition_size"] = layout.dp_shard * layout.cp
+        message = (
+            "hpZ gathers parameters within a group; gradients and states stay sharded over all"
+        )
+        writer.say("hpz", message, layout.dp_shard * layout.cp)
     tree |= _precision(writer, layout)
     if not megatron:
         if layout.cp > 1:
