@@ -386,16 +386,16 @@ def test_torch_fsdp2_refuses_six_things_and_one_connection():
         "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
     )
     assert not errors(legal, environment="CUDA_DEVICE_MAX_CONNECTIONS=8")
-    launch, job, _ = asked(legal)
+    _, job, _ = asked(legal)
     assert job.layout.zero == 3
-    _launch, job, _ = asked(legal + " --torch-fsdp2-no-reshard-after-forward")
+    _, job, _ = asked(legal + " --torch-fsdp2-no-reshard-after-forward")
     assert job.layout.zero == 2
 
 
 def test_megatron_fsdp():
     """Version 1 switches the distributed optimizer on, version 2 refuses it."""
     flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
-    _launch, job, found = asked(flags, environment="A=b")
+    _, job, found = asked(flags, environment="A=b")
     assert job.layout.zero == 3
     assert not said(found)
     assert "fsdp-optimizer" in said(found, "warning")
@@ -426,7 +426,7 @@ def fields_of(flags, **more):
 
 
 def test_sequence_parallelism_without_tp_is_switched_off():
-    launch, _job, found = asked("--sequence-parallel")
+    launch, _, found = asked("--sequence-parallel")
     assert launch.fields["layout.sequence_parallel"] is False
     assert said(found, "warning") == {"sequence-parallel-off"}
 
@@ -537,7 +537,7 @@ def test_which_layers_are_mixtures(pattern, first, every, mixtures):
 
 
 def test_a_pattern_is_never_run():
-    _, _job, found = asked(f"{MOE} --moe-layer-freq '__import__(\"os\").getpid()+[1]'")
+    _, _, found = asked(f"{MOE} --moe-layer-freq '__import__(\"os\").getpid()+[1]'")
     assert "moe-layers" in said(found, "note")
 
 
@@ -577,3 +577,33 @@ def test_fields_beside_the_command_are_stronger():
     flags = MOE + "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size"
     launch, _, _ = asked(f"{flags} 2", given={"layout.tp": "2"})
     assert (launch.fields["layout.tp"], launch.fields["layout.etp"]) == (2, 2)
+
+
+@st.composite
+def commands(draw):
+    """Commands of any degrees, most of them illegal."""
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    flags = (
+        f"--num-layers {pick(6, 8, 13)} --hidden-size 512 --num-attention-heads 8 "
+        f"--max-position-embeddings 4096 --seq-length {pick(1000, 2048)} --vocab-size 32000 "
+        f"--swiglu --disable-bias-linear --bf16 --micro-batch-size {pick(1, 2)} "
+        f"--tensor-model-parallel-size {pick(1, 2, 4, 8)} --context-parallel-size {pick(1, 2, 4)} "
+        f"--pipeline-model-parallel-size {pick(1, 2, 4)} --global-batch-size {pick(8, 20, 64)} "
+    )
+    maybe = (
+        "--sequence-parallel",
+        f"--num-experts {pick(6, 8)} --expert-model-parallel-size {pick(2, 4, 8)}",
+        f"--num-virtual-stages-per-pipeline-rank {pick(2, 3)}",
+        "--use-distributed-optimizer",
+        "--cp-comm-type a2a",
+    )
+    flags += " ".join(flag for flag in maybe if draw(st.booleans()))
+    return f"torchrun --nproc-per-node 8 --nnodes {pick(1, 2, 4)} pretrain_gpt.py {flags}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(commands())
+def test_the_nearest_legal_launch_is_legal(command):
+    legal = launched(command).source["legal"]
+    if legal:
+        assert not reread(legal)[1]

@@ -19,6 +19,7 @@ from plait.dialects.megatron_rules import rules
 from plait.dialects.megatron_yaml import read_yaml
 from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import Source
+from plait.spec import presets
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
 from plait.spec.jobfile import draft
@@ -36,6 +37,9 @@ _OTHERS = {
     "retro": "a decoder with a retriever",
     "mimo": "encoders beside a language model",
 }
+#: Fields of a model, and of its mixtures, that are of a run: a launch says them, or they are off.
+_FREE = ("seq", "vocab", "dropout", "norm_eps", "rope_theta")
+_FREE_OF_MIXTURES = ("aux_loss", "aux_form", "z_loss", "capacity", "drop", "correction_speed")
 #: Changes that follow from each other, at most.
 _ROUNDS = 8
 #: A command that no script has: what follows is a variable's name and what it holds.
@@ -169,7 +173,29 @@ def launch_of(
         message = f"the command lacks {', '.join(missing)}; the model is the one of --model"
         found.append(note(_TARGET, "megatron-incomplete", message))
     found = [*found, *understood.findings]
+    if name := _named(fields):
+        fields["model.name"] = name
     return Launch(fields, settings, known().keys(), found, environment, facts=facts)
+
+
+def _named(fields: Mapping[str, Any]) -> str | None:
+    """The preset that a model is but for what leaves it the model that it is."""
+    made = {path: value for path, value in fields.items() if path.startswith("model.")}
+    job = draft("plan", None, {**made, "ranks": 1}).job if made else None
+    if job is None:
+        return None
+    model = replace(job.model, name="")
+    free = {name: getattr(model, name) for name in ("name", *_FREE)}
+    for name in presets.model_names():
+        preset = presets.model(name)
+        if preset.layers != model.layers or (preset.moe is None) != (model.moe is None):
+            continue
+        if preset.moe is not None and model.moe is not None:
+            chosen = {name: getattr(model.moe, name) for name in _FREE_OF_MIXTURES}
+            preset = replace(preset, moe=replace(preset.moe, **chosen))
+        if replace(preset, **free) == model:
+            return name
+    return None
 
 
 def check(launch: Launch, job: Job) -> list[Finding]:
