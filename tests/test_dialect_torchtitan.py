@@ -137,6 +137,49 @@ def test_values_that_nothing_decides_are_asked_for(plait, tmp_path):
     assert (code, json.loads(out)["model"]["layers"]) == (0, 32)
 
 
+def test_what_another_file_does_is_said_to_be_unknown(explain):
+    text = "from somewhere import made_over\n" + one("config = made_over(config, 3)")
+    code, report = explain(text, "recipe.py", "--ranks", 8)
+    assert code == 0
+    assert "torchtitan-file" in rules(report, "warning")
+    assert report["layout"]["tp"] == 2
+
+
+def test_other_files_are_followed(plait, tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").write_text(
+        "LENGTH = 1024\n\ndef short(config):\n    config.training.max_context_length = LENGTH\n"
+    )
+    (tmp_path / "recipe.py").write_text("from shared import short\n" + one("short(config)"))
+    code, out, _ = plait(
+        "explain", "--from", "torchtitan", tmp_path / "recipe.py", "--ranks", 2, "--json"
+    )
+    report = json.loads(out)
+    assert (code, report["batch"]["micro"]) == (0, 8)
+
+
+def test_hub_models_and_names_of_the_first_releases(explain):
+    text = """
+[model]
+name = "transformers_modeling_backend"
+flavor = "full"
+[hf_transformers]
+model = "Qwen/Qwen3-8B"
+[training]
+batch_size = 4
+compile = true
+[experimental]
+pipeline_parallel_degree = 2
+[checkpoint]
+enable_checkpoint = false
+"""
+    code, report = explain(text, "job.toml", "--ranks", "8")
+    assert report["model"]["name"] == "qwen3-8b", report
+    assert report["layout"]["pp"] == 2
+    assert report["batch"]["accumulation"] == 4
+    assert report["source"]["unknown"] == []
+
+
 TOML_FILE = """
 [model]
 name = "llama3"

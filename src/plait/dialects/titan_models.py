@@ -41,7 +41,8 @@ def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict
         return {}  # a recipe has no default
     name = settings.take("model.name", str, "llama3", "model")
     flavor = settings.take("model.flavor", str, "debugmodel", "model")
-    name = str(name).replace("-", "_")
+    # "simple_fsdp.llama3" and "llama3_ft" are experiments on a model of TorchTitan's.
+    name = str(name).replace("-", "_").rpartition(".")[2].removesuffix("_ft")
     facts |= {"model": name, "flavor": flavor, "experts": _experts(told)}
     if told.model is not None:
         return {}

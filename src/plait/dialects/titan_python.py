@@ -16,7 +16,7 @@ from plait.dialects.python_values import Made, Open, parse
 from plait.dialects.settings import Setting
 from plait.dialects.source import Source, read_file
 from plait.dialects.titan_models import flavors
-from plait.spec.findings import UserError, closest, error
+from plait.spec.findings import Finding, UserError, closest, error
 
 #: Classes of activation checkpointing -> `activation_checkpoint.mode`.
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
@@ -38,18 +38,26 @@ def recipes() -> dict[str, dict[str, Any]]:
     return json.loads(files("plait.dialects").joinpath("known/titan_recipes.json").read_text())
 
 
-def read_registry(source: Source, config: str | None, module: str | None) -> list[Setting]:
+def read_registry(
+    source: Source, config: str | None, module: str | None, notes: list[Finding]
+) -> list[Setting]:
     """The options that a recipe of a file sets.
 
     Args:
         config: the function's name; None: the only one. module: what --module says.
+        notes: gets what is not known.
 
     Raises:
         UserError: not Python, no such function, or several and none named.
     """
     registry = _Registry(source, module)
     name = registry.pick(config)
-    return list(flat(registry.reader.call(name), registry.model(name)))
+    registry.unseen.clear()
+    said = list(flat(registry.reader.call(name), registry.model(name)))
+    for function in dict.fromkeys(registry.unseen):
+        message = f"TorchTitan: {function} is not here; what it changes is not known"
+        notes.append(Finding("warning", "torchtitan-file", message))
+    return said
 
 
 def recipe(name: str, module: str | None) -> list[Setting] | None:
@@ -68,6 +76,8 @@ class _Registry:
     ):
         self.source, self.module = source, module
         self.shared = {} if shared is None else shared
+        #: Functions of files that are not here and are given a configuration.
+        self.unseen: list[str] = []
         if source.path is not None:
             self.shared[source.path] = self
         self.reader = Reader(outside=self.outside, imported=self.imported)
@@ -132,6 +142,14 @@ class _Registry:
             return value
         if word in recipes() and not made.args:
             return Made("Trainer.Config", fields=_nested(recipes()[word]), called=True)
+        changed = [value for value in (*made.args, *made.fields.values()) if _whole(value)]
+        if changed and word == "_use_spmd_types":
+            # TorchTitan's own (torchtitan_recipes/tests): types are not checked under recompute.
+            if made.fields.get("typechecking") is True:
+                changed[0].fields["activation_checkpoint"] = None
+        elif changed and base:
+            self.unseen.append(made.name)
+            return changed[0]  # made over, or changed in place: the configuration as it was
         return None
 
     def imported(self, name: str) -> Any:
@@ -151,7 +169,9 @@ class _Registry:
         folders = list(path.resolve().parents)
         tried = folders[level - 1 : level] if level else folders[:_ABOVE]
         for folder in tried:
-            for file in (folder.joinpath(*parts[:-1], f"{parts[-1]}.py"),) if parts else ():
+            package = folder.joinpath(*parts, "__init__.py")
+            plain = [folder.joinpath(*parts[:-1], f"{parts[-1]}.py")] if parts else []
+            for file in (*plain, package):
                 if file in self.shared:
                     return self.shared[file]
                 if file.is_file():

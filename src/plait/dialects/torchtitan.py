@@ -90,7 +90,7 @@ def read(source: Source, told: Told) -> Launch:
         said, version = _toml(source), "0.2.2"
         world = _told_in_comments(source)
     elif source.suffix == ".py":
-        said = read_registry(source, None, None)
+        said = read_registry(source, None, None, notes)
         world, version = _told_in_comments(source), "main"
     else:
         said, world, version, environment = _command(source, notes)
@@ -202,7 +202,7 @@ def _command(
             if "Config" in file.text and "job.config_file" not in by_name:
                 config = by_name.get("config")
                 name = str(config.value) if config is not None else None
-                return [*read_registry(file, name, None), *said], world, "main", environment
+                return [*read_registry(file, name, None, notes), *said], world, "main", environment
     if any(word.text.startswith("--trainer.") for word in run.words):
         world = None  # reinforcement learning: the trainer has a part of the ranks
     toml = by_name.get("job.config_file")
@@ -295,7 +295,7 @@ def _recipe(source: Source, module: str | None, config: str, notes: list[Finding
     for place in places if parts else ():
         for file in _places(source, place):
             with suppress(UserError):
-                return read_registry(file, config, module)
+                return read_registry(file, config, module, notes)
     known = recipe(config, module)
     if known is not None:
         return known
