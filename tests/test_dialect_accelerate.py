@@ -1,6 +1,8 @@
 """Accelerate: configurations and launch commands; read, checked, written."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -301,3 +303,12 @@ def problems(source):
         return problem.findings
     made = draft("plan", None, launch.fields | {"model": "tiny"})
     return accelerate.check(launch, made.job) if made.job else made.findings
+
+
+def test_the_commands_of_the_page_run(capsys):
+    page = Path(__file__).parents[1] / "docs" / "dialects" / "accelerate.md"
+    commands = re.findall(r"```sh\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
+    assert commands
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+        assert capsys.readouterr().out

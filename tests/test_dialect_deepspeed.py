@@ -1,6 +1,8 @@
 """DeepSpeed: configurations, commands, Megatron-DeepSpeed scripts; read, checked, written."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -340,3 +342,12 @@ def problems(source):
 def test_known_keys_are_listed_once():
     keys = deepspeed_json.known()
     assert len(keys) == len(set(keys))
+
+
+def test_the_commands_of_the_page_run(capsys):
+    page = Path(__file__).parents[1] / "docs" / "dialects" / "deepspeed.md"
+    commands = re.findall(r"```sh\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
+    assert commands
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+        assert capsys.readouterr().out

@@ -257,7 +257,7 @@ def _megatron(said: Said) -> dict[str, Any]:
         "layout.zero": 3 if custom else 1 if distributed else 0,
         "layout.recompute": "full" if granularity == "full" else "none",
     }  # fmt: skip
-    if ep > 1:
+    if ep > 1 or (etp or 1) > 1:
         fields |= {"layout.ep": ep, "layout.etp": etp or tp or 1}
     if micros and micros > 1:
         fields["train.accumulation"] = micros

@@ -98,7 +98,9 @@ def _torch(job: Job, notes: list[Finding]) -> tuple[dict[str, Any], Layout]:
     layout = job.layout
     if layout.sequence_parallel:
         _say(notes, "norms", "tensor parallelism keeps norms whole: no sequence parallelism")
-    layout = replace(layout, sequence_parallel=False)
+    if layout.etp > 1:
+        _say(notes, "etp", f"experts are whole: ETP is 1, not {layout.etp}")
+    layout = replace(layout, sequence_parallel=False, etp=1)
     if layout.zero == 0 and layout.tp == layout.cp == 1:
         kind = "MULTI_GPU" if layout.world > 1 else "'NO'"
         if layout.recompute != "none":
@@ -161,7 +163,7 @@ def _megatron(job: Job, notes: list[Finding]) -> tuple[dict[str, Any], Layout]:
     }  # fmt: skip
     if layout.cp > 1:
         config["context_parallel_size"] = layout.cp
-    if layout.ep > 1:
+    if job.model.moe is not None:
         config["expert_model_parallel_size"] = layout.ep
         config["expert_tensor_parallel_size"] = layout.etp
     if layout.recompute == "full":
