@@ -190,6 +190,15 @@ vocab_size: 32000
     assert job.train.dtype == "bfloat16"
 
 
+def test_yaml_has_degrees_cut_that_argparse_refuses():
+    text = "language_model: {num_layers: 8, hidden_size: 64, num_attention_heads: 8}\n"
+    text += "model_parallel: {tensor_model_parallel_size: 8, pipeline_model_parallel_size: 2}\n"
+    launch = read(text, "a.yaml", world=4)
+    found = megatron.check(launch, job_of(launch))
+    cut = next(f for f in found if f.rule == "megatron-yaml-cut")
+    assert cut.suggest == {"layout.tp": 4, "layout.pp": 1}
+
+
 def test_a_command_with_a_yaml_file(tmp_path):
     (tmp_path / "model.yaml").write_text("num_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\n")
     script = tmp_path / "run.sh"

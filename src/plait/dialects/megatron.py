@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.dialects import launchers, shell
 from plait.dialects.flags import settings_of
-from plait.dialects.launch import AT_START, Launch, Told, Written, note, refused
+from plait.dialects.launch import AT_START, Launch, Told, Written, changed, note, refused
 from plait.dialects.megatron_arguments import understand
 from plait.dialects.megatron_names import flags_of, known
 from plait.dialects.megatron_rules import rules
@@ -172,6 +172,10 @@ def launch_of(
                                "--micro-batch-size") if f not in settings]  # fmt: skip
         message = f"the command lacks {', '.join(missing)}; the model is the one of --model"
         found.append(note(_TARGET, "megatron-incomplete", message))
+    unknown = [setting.name for setting, _ in settings.left(known().keys())[1]]
+    if unknown and stem == "pretrain_gpt":
+        message = f"the parser of {program} stops at {', '.join(unknown)}"
+        found.append(changed(_TARGET, "megatron-parser", message))
     found = [*found, *understood.findings]
     if name := _named(fields):
         fields["model.name"] = name

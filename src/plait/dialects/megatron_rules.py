@@ -100,6 +100,9 @@ def grids(case: Case) -> Iterator[Finding]:
         yield case.refused("weight-shards", f"{case.name('tensor_parallel_num_weight_shards')} "
                            f"{gathered} is no multiple of TP {layout.tp}")  # fmt: skip
         gathered = layout.tp
+    if case.fact("yaml_cfg") and (finding := _cut(case)):
+        yield finding
+        return
     dense = layout.pp * layout.cp * max(1, gathered)
     if world % max(1, dense):
         parts = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp}"
@@ -133,6 +136,17 @@ def grids(case: Case) -> Iterator[Finding]:
             value=copies,
             layout__dp_replicate=nearest(copies, divisors(shared)),
         )
+
+
+def _cut(case: Case) -> Finding | None:
+    """A file for --yaml-cfg has degrees above the world cut down (yaml_arguments.py)."""
+    layout = case.job.layout
+    tp = min(layout.tp, case.world)
+    pp = min(layout.pp, case.world // max(1, tp))
+    if (tp, pp) == (layout.tp, layout.pp):
+        return None
+    message = f"TP {layout.tp} and PP {layout.pp} are cut to {tp} and {pp}, on {case.world} ranks"
+    return case.changed("yaml-cut", message, case.world, layout__tp=tp, layout__pp=pp)
 
 
 def _legal_dense(layout: Layout, world: int, case: Case) -> dict[str, Any]:
@@ -190,6 +204,8 @@ def experts(case: Case) -> Iterator[Finding]:
         rule, mended = "moe-sequence-parallel", {"layout__sequence_parallel": True}
         if case.fact("open"):  # what stands elsewhere may switch it on
             yield case.changed(rule, f"{message}, or stops in the first step", **mended)
+        elif case.fact("yaml_cfg"):
+            yield case.refused(rule, message, **mended)
         else:
             message += "; the configuration only warns"
             yield case.refused(rule, message, FIRST_STEP, **mended)

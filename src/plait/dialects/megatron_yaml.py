@@ -75,7 +75,12 @@ def read_yaml(
     understood = understand(settings, told, lambda name: paths.get(name, name), world)
     names = arguments | {underscored(name) for name in known()}
     heard = {s.name for s in said if s.name.rpartition(".")[2] in names}
-    facts = understood.facts | {"spell": lambda name: paths.get(name, name), "open": partial}
+    sections = any(s.name.startswith(("language_model.", "model_parallel.")) for s in values)
+    facts = understood.facts | {
+        "spell": lambda name: paths.get(name, name),
+        "open": partial,
+        "yaml_cfg": sections,
+    }
     return Launch(
         understood.fields, settings, heard | names, list(understood.findings),
         dict(environment or {}), facts=facts,
