@@ -132,6 +132,19 @@ def test_no_model_is_asked_for(explain):
             {"pp": 4, "dp_shard": 2, "schedule": "1f1b", "vpp": 1, "zero": 2},
         ),
         (
+            "stage = PipelineStage(model, rank, 4, device)\n"
+            "schedule = ScheduleGPipe(stage, n_microbatches=8, loss_fn=f)\nmodel = DDP(model)",
+            {"pp": 4, "schedule": "gpipe", "zero": 0, "dp_replicate": 2},
+        ),
+        (
+            'model = AutoModel.from_pretrained(name, tp_plan="auto")\ndist.init_process_group()',
+            {"tp": 8},
+        ),
+        (
+            "config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)",
+            {"tp": 2, "dp_replicate": 4},
+        ),
+        (
             "from argparse import ArgumentParser\np = ArgumentParser()\n"
             'p.add_argument("--tp", type=int, default=4)\nargs = p.parse_args()\n'
             'm = init_device_mesh("cuda", (8 // args.tp, args.tp), mesh_dim_names=("dp", "tp"))\n'

@@ -173,7 +173,7 @@ pipeline_parallel_degree = 2
 [checkpoint]
 enable_checkpoint = false
 """
-    code, report = explain(text, "job.toml", "--ranks", "8")
+    _, report = explain(text, "job.toml", "--ranks", "8")
     assert report["model"]["name"] == "qwen3-8b", report
     assert report["layout"]["pp"] == 2
     assert report["batch"]["accumulation"] == 4

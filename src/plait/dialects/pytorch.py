@@ -33,7 +33,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SIGNS = (
     "init_device_mesh", "DeviceMesh", "parallelize_module", "fully_shard", "FullyShardedData",
     "DistributedDataParallel", "DDP(", "FSDP(", "PipelineStage", "context_parallel", "replicate(",
-    "init_process_group",
+    "init_process_group", "tp_plan", "ParallelismConfig",
 )  # fmt: skip
 
 

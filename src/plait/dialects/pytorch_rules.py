@@ -104,6 +104,7 @@ def _forgotten(facts: Mapping[str, Any], job: Job) -> Iterator[Finding]:
             f"no plan names attention: each of the {tp} tp ranks holds all {total:,} of its"
             f" parameters instead of {total // tp:,}, and computes all {job.model.heads} heads"
             f" instead of {job.model.heads // tp}; split wq, wk, wv by columns and wo by rows"
+            " (convert --to pytorch writes the whole plan)"
         )
         yield changed(_TARGET, "pytorch-attention-whole", message, tp)
     if "attention in" in roles and not roles & {"mlp in", "mlp out"} and counts["mlp"]:

@@ -107,6 +107,8 @@ class Script:
                         yield mesh, "cp"
                     case "PipelineStage" | "build_stage" | "pipeline":
                         yield mesh, "pp"
+                    case "from_pretrained":
+                        yield mesh, "tp"  # transformers splits by its own plan
 
     def _roles(self) -> dict[str, tuple[str, ...]]:
         """Axis -> dims. What a call does with a dim goes before what the dim is called."""
@@ -162,6 +164,19 @@ class Script:
 
     def _degrees(self) -> Iterator[Setting]:
         mesh = self.mesh
+        for call in self.named("ParallelismConfig"):
+            # Accelerate makes the mesh of these.
+            for name, axis in _ACCELERATE.items():
+                size = call.fields.get(name)
+                if isinstance(size, int) and not isinstance(size, bool):
+                    yield Setting(f"mesh.{axis}", size, f"line {call.line}")
+        planned = [c for c in self.named("from_pretrained") if c.fields.get("tp_plan")]
+        if planned:
+            self.plan.open = True  # the model's own plan splits every part
+        if planned and mesh is None:
+            size = planned[0].fields.get("tp_size", self.meshes.world)
+            opened = () if isinstance(size, int) else ("the number of ranks",)
+            yield Setting("mesh.tp", size, f"line {planned[0].line}", opened)
         if mesh is None:
             return
         total = 1
@@ -240,6 +255,12 @@ class Script:
         ]
         pp = self.size("pp")
         known = [n for n in counts if isinstance(n, int)]
+        if "pp" not in self.roles:
+            # Stages over all ranks, without a mesh.
+            pieces = [c.fields.get("split_spec") for c in self.named("pipeline")]
+            known += [len(spec) + 1 for spec in pieces if isinstance(spec, dict)]
+            pp = known[0] if known else self.meshes.world
+            yield Setting("mesh.pp", pp, f"line {made.line}", () if pp else ("num_stages",))
         if known and pp and known[0] % pp == 0:
             yield Setting("num_stages", known[0])
         elif plain and SCHEDULES[plain].vpp[0] > 1:
@@ -305,3 +326,10 @@ class Script:
 
 
 _TORCH = ("GPipe",)
+#: Sizes of Accelerate's ParallelismConfig -> axis.
+_ACCELERATE = {
+    "tp_size": "tp",
+    "cp_size": "cp",
+    "dp_shard_size": "dp_shard",
+    "dp_replicate_size": "dp_replicate",
+}
