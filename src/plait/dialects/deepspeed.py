@@ -96,17 +96,21 @@ def _configuration(
         if not value.startswith("-") and ("." in value or flag != "--deepspeed"):
             named = value
     if named is None:
-        return [], []
+        message = "no configuration is named: the training script makes its own"
+        return [], [note(_TARGET, "deepspeed-own-configuration", message)]
     found = _file(source, script, named)
     if found is None:
         message = f"its configuration {named} is not at hand: what it says is not known"
         return [], [changed(_TARGET, "deepspeed-no-configuration", message, named)]
     tree, findings = deepspeed_json.read(found)
+    if named not in script.files and named in script.drafts:
+        message = f"{named} is written under conditions that the file leaves open"
+        findings.append(note(_TARGET, "deepspeed-draft", message))
     return list(deepspeed_json.settings_of(tree, found.name)), findings
 
 
 def _file(source: Source, script: shell.Script, named: str) -> Source | None:
-    written = script.files.get(named)
+    written = script.files.get(named) or script.drafts.get(named)
     base = named.rpartition("/")[2]
     if written is None:
         written = next((t for n, t in script.files.items() if n.rpartition("/")[2] == base), None)
@@ -149,8 +153,8 @@ def _of_script(run: launchers.Run, said: list[Setting], told: Told, found: list[
     if not understood.facts["fp16"] and not understood.facts["bf16"] and "train.dtype" in fields:
         configured.pop("train.dtype")
         configured["train.grad_dtype"] = fields["train.dtype"]
-    zero = _zero_flag(settings)
-    if zero is not None and "zero_optimization.stage" not in settings:
+    zero = None if "zero_optimization.stage" in settings else _zero_flag(settings)
+    if zero is not None:
         configured["layout.zero"] = zero
     if not said and "layout.micro_batch" not in fields:
         understood.facts["batch_elsewhere"] = True
@@ -164,6 +168,9 @@ def _of_script(run: launchers.Run, said: list[Setting], told: Told, found: list[
 def _zero_flag(settings: Settings) -> int | None:
     for name in ("--zero-stage", "--actor-zero-stage", "--stage"):
         setting = settings.said.get(name)
+        if setting is not None and setting.open:
+            settings.take(name, int, None, "layout.zero")
+            return None
         if setting is not None and str(setting.value) in ("0", "1", "2", "3"):
             settings.taken[name] = (setting.value, "layout.zero")
             return int(setting.value)

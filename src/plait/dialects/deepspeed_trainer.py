@@ -36,7 +36,8 @@ _FLAGS: dict[str, tuple[Any, str]] = {
 }
 _MODELS = ("--model-name-or-path", "--model-name", "--model-path", "--model-id", "--base-model",
            "--model", "--actor-model-name-or-path", "--hf-model")  # fmt: skip
-_SWITCHES = ("--gradient-checkpointing", "--actor-gradient-checkpointing", "--bf16", "--fp16")
+_SWITCHES = ("--gradient-checkpointing", "--actor-gradient-checkpointing",
+             "--activation-checkpointing", "--bf16", "--fp16")  # fmt: skip
 #: What matters to a layout: an open variable there is asked for.
 _ASKED = frozenset({"layout.micro_batch", "train.accumulation", "train.seq_len"})
 

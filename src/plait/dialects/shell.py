@@ -61,8 +61,9 @@ def read(source: Source) -> Script:
         if not isinstance(value, dict) and not is_open(value)
     }
     files = {name: text_of(value) for name, value in shared.files.items()}
+    drafts = {name: text_of(value) for name, value in shared.drafts.items() if name not in files}
     commands = (*shared.commands, *shared.unsure)
-    return Script(commands, known, files, asked)
+    return Script(commands, known, files, asked, drafts)
 
 
 class _Stop(Exception):

@@ -43,6 +43,7 @@ class Script:
             taken if it were false. Those of the other branches come last, not `sure`.
         variables: name -> value at the end, as far as they are known.
         files: name -> text of what it writes by a here-document, echo, or a template.
+        drafts: the same of branches that are not taken.
         directives: of `#SBATCH` lines, by their long names ("nodes", "ntasks-per-node", "gres").
     """
 
@@ -50,6 +51,7 @@ class Script:
     variables: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     directives: dict[str, str] = field(default_factory=dict)
+    drafts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Shared:
     commands: list[Command] = field(default_factory=list)
     unsure: list[Command] = field(default_factory=list)
     files: dict[str, Value] = field(default_factory=dict)
+    drafts: dict[str, Value] = field(default_factory=dict)
     opened: int = 0
     depth: int = 0
 
@@ -112,7 +115,7 @@ class State:
                         if not text_of(w).startswith("-")]  # fmt: skip
         if name == "sed" and any(text_of(w).startswith("-i") for w in words):
             targets = [(">", words[-1])]
-        if not targets or self.doubt or self.silent:
+        if not targets or self.silent:
             return
         text = self.prints(node, words, given)
         if text is None:
@@ -121,7 +124,9 @@ class State:
             text = (*text, Piece("\n"))
         for sign, target in targets:
             path = text_of(target)
-            if len(self.shared.files) < _FILES and path and not path.startswith("/dev/"):
+            if self.doubt and len(self.shared.drafts) < _FILES:
+                self.shared.drafts.setdefault(path, text)
+            elif len(self.shared.files) < _FILES and path and not path.startswith("/dev/"):
                 held = self.shared.files.get(path, ()) if sign.endswith(">>") else ()
                 self.shared.files[path] = self.shared.budget.check((*held, *text))
 
