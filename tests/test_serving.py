@@ -1,7 +1,11 @@
 """What a serving layout holds and sends, against numbers that were printed elsewhere; and the rules
 that break."""
 
+import ast
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -300,6 +304,29 @@ def test_fewer_requests_than_stages_leave_stages_idle():
     ]
     assert found.level == "warning"
     assert found.suggest == {"layout.pp": 2}
+
+
+ROOT = Path(__file__).parent.parent
+_ROW = re.compile(r"^\| `([\w-]+)` \| (\w+) \| [^|]+ \| `([^`]+)` \| `([^`]+)` \|$", re.M)
+ROWS = _ROW.findall((ROOT / "docs/serving.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("rule", "level", "speaks", "silent"), ROWS)
+def test_a_rule_speaks_and_is_silent(rule, level, speaks, silent, capsys):
+    levels = []
+    for command in (speaks, silent):
+        assert main(["explain", *shlex.split(command), "--json"]) in (0, 1)
+        report = json.loads(capsys.readouterr().out)
+        levels.append([f["level"] for f in report["findings"] if f["rule"] == rule])
+    assert level in levels[0]
+    assert not levels[1]
+
+
+def test_every_rule_of_serving_has_a_row():
+    tree = ast.parse((ROOT / "src/plait/rules/serving.py").read_text("utf-8"))
+    words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    rules = {w for w in words if isinstance(w, str) and re.fullmatch(r"[a-z]+(-[a-z]+)+", w)}
+    assert {row[0] for row in ROWS} - {"stages"} == rules
 
 
 # ------------------------------------------------------------------------------------------
