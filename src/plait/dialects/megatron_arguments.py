@@ -19,7 +19,7 @@ from plait.dialects.launch import Told, note
 from plait.dialects.megatron_names import dashed, flags_of, underscored
 from plait.dialects.settings import Settings
 from plait.spec.build import convert
-from plait.spec.findings import Finding
+from plait.spec.findings import Finding, error
 
 
 @dataclass
@@ -163,8 +163,6 @@ class Arguments:
             return value
 
     def _wrong(self, name: str, value: Any, kinds: str) -> None:
-        from plait.spec.findings import error
-
         shown = " ".join(map(str, value))
         message = f"{shown!r} is not a list of {kinds}"
         self.settings.findings.append(error(self.spelled(name), shown, message))
@@ -209,6 +207,9 @@ def understand(
     world = told.world or world
     model = model_fields(arguments, told.model)
     fields = model | layout_fields(arguments, told.model) | train_fields(arguments, world)
+    if "model.layers" in fields and fields.get("train.seq_len"):
+        # A model is meant for what it is trained on, where nothing says more.
+        fields.setdefault("model.seq", fields["train.seq_len"])
     if world is not None:
         fields["ranks"] = world
     for_rules(arguments)
