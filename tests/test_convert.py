@@ -1,6 +1,7 @@
 """plait convert, as its user has it: what is said in one language comes back from the next."""
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from math import isclose
@@ -72,11 +73,12 @@ def read_back(name: str, files: dict[str, str], job: Job) -> Draft:
     first, text = next(iter(files.items()))
     told = Told({}, job.layout.world)
     launch = language(name).read(Source(text, first, Path(first), files), told)
-    said = dict(launch.fields)
-    if not any(path.partition(".")[0] == "model" for path in said):
-        said["model"] = job.model.name
-    said.setdefault("ranks", job.layout.world)
-    return draft("plan", None, said)
+    said = {"ranks": job.layout.world} | launch.fields
+    if any(path.partition(".")[0] == "model" for path in said):
+        return draft("plan", None, said)
+    sizes = ("layers", "hidden", "heads", "vocab")
+    made = draft("plan", None, said | {f"model.{n}": getattr(job.model, n) for n in sizes})
+    return replace(made, job=replace(made.job, model=job.model)) if made.job else made
 
 
 def lost(one: Job, other: Job) -> set[str]:
