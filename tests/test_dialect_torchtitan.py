@@ -278,6 +278,8 @@ def test_layers_of_stages(stages, layers, expected):
         (["config.parallelism.tensor_parallel_degree = 16"], 16, "torchtitan-heads"),
         # trainer.py: tokens of a step.
         (["config.training.num_tokens_per_train_step = 100000"], 8, "torchtitan-batch"),
+        # configs.py: an option of JobConfig.
+        (["config.parallelism.enable_async_tensor_parallel = True"], 8, "torchtitan-lost"),
         # configs.py, CompileConfig.
         (["config.compile.enable_async_tensor_parallel = True"], 8, "torchtitan-async-tp"),
         # context_parallel/api.py.

@@ -98,7 +98,7 @@ def understand(
             it is known; else the names of the options tell.
     """
     version = version or _version(settings)
-    facts: dict[str, Any] = {"version": version}
+    facts: dict[str, Any] = {"version": version, "said": tuple(settings.said)}
     for name, (kind, default, means) in _FACTS.items():
         facts[name] = settings.take(name, kind, default, means)
     facts["compile.components"] = _components(settings)

@@ -32,6 +32,14 @@ _UNPIPED = {
     "0.3.0": ("flux",),
     "main": ("flux",),
 }
+#: Options of JobConfig that Trainer.Config has not, and where they went.
+_LOST = {
+    "parallelism.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel has it",
+    "parallelism.context_parallel_rotate_method": "keys and values are always gathered",
+    "parallelism.expert_tensor_parallel_degree": "experts are whole with expert parallelism",
+    "parallelism.disable_loss_parallel": "the loss decides it",
+    "parallelism.expert_parallel_comm_backend": "model_registry(moe_comm_backend=...) has it",
+}
 _WAITING = ("standard", "deepep", "torchao")
 
 
@@ -42,7 +50,18 @@ def rules(facts: Mapping[str, Any], job: Job, target: str = "TorchTitan") -> lis
         target: how the system calls itself.
     """
     ask = _Ask(facts, job, target)
-    every = (_grid, _heads, _experts, _batch, _tokens, _sequence, _context, _replicas, _pipeline)
+    every = (
+        _lost,
+        _grid,
+        _heads,
+        _experts,
+        _batch,
+        _tokens,
+        _sequence,
+        _context,
+        _replicas,
+        _pipeline,
+    )
     return [found for rule in (*every, _compiled, _graphs, _checkpoint) for found in rule(ask)]
 
 
@@ -75,6 +94,14 @@ class _Ask:
         )
 
 
+def _lost(ask: _Ask) -> Iterator[Finding]:
+    """config/configs.py: dataclasses with slots; tyro knows no such option."""
+    for name in ask["said"] or () if ask.modern else ():
+        if name in _LOST:
+            message = f"{name} is gone since recipes: {_LOST[name]}"
+            yield ask.refused("torchtitan-lost", AT_START, message, name)
+
+
 def _grid(ask: _Ask) -> Iterator[Finding]:
     """parallel_dims.py, ParallelDims._validate."""
     layout = ask.layout
@@ -87,15 +114,6 @@ def _grid(ask: _Ask) -> Iterator[Finding]:
     if not ask.modern and layout.ep > 1 and etp not in (1, layout.tp):
         message = f"expert_tensor_parallel_degree {etp} must be 1 or tp = {layout.tp}"
         yield ask.refused("torchtitan-etp", AT_START, message, etp, layout__etp=1)
-    if ask.modern and etp > 1:
-        message = f"expert_tensor_parallel_degree {etp}: the option is gone; with expert"
-        yield ask.refused(
-            "torchtitan-etp",
-            AT_START,
-            f"{message} parallelism experts are whole",
-            etp,
-            layout__etp=1,
-        )
 
 
 def _heads(ask: _Ask) -> Iterator[Finding]:

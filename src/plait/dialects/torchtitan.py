@@ -87,7 +87,8 @@ def read(source: Source, told: Told) -> Launch:
     world, version = None, None
     environment: dict[str, str] = {}
     if source.suffix == ".toml":
-        said, version = _toml(source), "0.2.2"
+        said = _toml(source)
+        version = None if any(s.name in TOKENS for s in said) else "0.2.2"
         world = _told_in_comments(source)
     elif source.suffix == ".py":
         said = read_registry(source, None, None, notes)
