@@ -6,40 +6,26 @@ script.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from plait.dialects import launchers, shell
 from plait.dialects.flags import settings_of
-from plait.dialects.launch import AT_START, Launch, Told, Written, changed, note, refused
-from plait.dialects.megatron_arguments import understand
-from plait.dialects.megatron_names import flags_of, known
+from plait.dialects.launch import Launch, Told, Written, note
+from plait.dialects.megatron_launch import TARGET, launch_of
+from plait.dialects.megatron_names import known
 from plait.dialects.megatron_rules import rules
+from plait.dialects.megatron_write import script_of
 from plait.dialects.megatron_yaml import read_yaml
-from plait.dialects.settings import Setting, Settings
+from plait.dialects.settings import Setting
 from plait.dialects.source import Source
-from plait.spec import presets
 from plait.spec.findings import Finding, UserError, error
 from plait.spec.job import Job
 from plait.spec.jobfile import draft
 
 VERSION = "NVIDIA/Megatron-LM d98e8a64d (2026-08-22)"
 
-_TARGET = "Megatron-LM"
-#: Scripts of Megatron-LM that train something else than a decoder.
-_OTHERS = {
-    "bert": "an encoder",
-    "t5": "an encoder and a decoder",
-    "vlm": "a language model with a vision encoder",
-    "vision": "a vision model",
-    "ict": "a retriever",
-    "retro": "a decoder with a retriever",
-    "mimo": "encoders beside a language model",
-}
-#: Fields of a model, and of its mixtures, that are of a run: a launch says them, or they are off.
-_FREE = ("seq", "vocab", "dropout", "norm_eps", "rope_theta")
-_FREE_OF_MIXTURES = ("aux_loss", "aux_form", "z_loss", "capacity", "drop", "correction_speed")
 #: Changes that follow from each other, at most.
 _ROUNDS = 8
 #: A command that no script has: what follows is a variable's name and what it holds.
@@ -69,12 +55,10 @@ def read(source: Source, told: Told) -> Launch:
     opened = sorted({name for word in loose for name in word.open})
     if opened:
         names = ", ".join(opened)
-        found.append(
-            note(_TARGET, "megatron-open", f"what {names} adds is set outside of the file")
-        )
+        found.append(note(TARGET, "megatron-open", f"what {names} adds is set outside of the file"))
     if run.world is None and run.open and told.world is None:
         message = f"the number of devices depends on {', '.join(run.open)}, set outside of the file"
-        found.append(note(_TARGET, "megatron-world-open", message))
+        found.append(note(TARGET, "megatron-world-open", message))
     yaml = next((s for s in settings if s.name == "--yaml-cfg"), None)
     if yaml is not None and not yaml.open and source.path:
         return read_yaml(source.beside(str(yaml.value)), told, run.environment, run.world)
@@ -130,78 +114,6 @@ def _arity() -> Mapping[str, str]:
     return {name: flag.arity for name, flag in known().items()}
 
 
-def launch_of(
-    said: list[Setting],
-    told: Told,
-    environment: dict[str, str],
-    found: Sequence[Finding] = (),
-    world: int | None = None,
-    program: str = "",
-    open_words: bool = False,
-) -> Launch:
-    """What flags say.
-
-    Args:
-        found: what is known already. world: ranks, as the launch says them. program: what is
-            started. open_words: the command holds more that the file does not show.
-    """
-    found = list(found)
-    settings = Settings(said, told.given)
-    understood = understand(settings, told, world=world)
-    serves = any(word in program for word in ("inference", "generation", "server"))
-    if serves:
-        message = "this runs a model; described is training it under the same layout"
-        found.append(note(_TARGET, "megatron-inference", message))
-    elsewhere = open_words or bool(understood.facts.get("use_checkpoint_args"))
-    facts = understood.facts | {"open": elsewhere, "inference": serves}
-    fields = understood.fields
-    for setting in settings.said.values():
-        flag = known().get(setting.name)
-        if flag and flag.gone:
-            message = f"{setting.name} is an option of earlier versions"
-            now = next((f.name for f in flags_of(flag.argument) if not f.gone), None)
-            message += f"; it is {now}" if now else ""
-            found.append(refused(_TARGET, "megatron-gone", AT_START, message, setting.value))
-    stem = program.removesuffix(".py").lower()
-    other = next((what for word, what in _OTHERS.items() if word in stem.split("_")), None)
-    if other:
-        message = f"{program} trains {other}; described is a decoder of the same sizes"
-        found.append(note(_TARGET, "megatron-other-model", message, program))
-    if told.model is not None and "--num-layers" not in settings and not open_words:
-        missing = [f for f in ("--num-layers", "--hidden-size", "--num-attention-heads",
-                               "--micro-batch-size") if f not in settings]  # fmt: skip
-        message = f"the command lacks {', '.join(missing)}; the model is the one of --model"
-        found.append(note(_TARGET, "megatron-incomplete", message))
-    unknown = [setting.name for setting, _ in settings.left(known().keys())[1]]
-    if unknown and stem == "pretrain_gpt":
-        message = f"the parser of {program} stops at {', '.join(unknown)}"
-        found.append(changed(_TARGET, "megatron-parser", message))
-    found = [*found, *understood.findings]
-    if name := _named(fields):
-        fields["model.name"] = name
-    return Launch(fields, settings, known().keys(), found, environment, facts=facts)
-
-
-def _named(fields: Mapping[str, Any]) -> str | None:
-    """The preset that a model is but for what leaves it the model that it is."""
-    made = {path: value for path, value in fields.items() if path.startswith("model.")}
-    job = draft("plan", None, {**made, "ranks": 1}).job if made else None
-    if job is None:
-        return None
-    model = replace(job.model, name="")
-    free = {name: getattr(model, name) for name in ("name", *_FREE)}
-    for name in presets.model_names():
-        preset = presets.model(name)
-        if preset.layers != model.layers or (preset.moe is None) != (model.moe is None):
-            continue
-        if preset.moe is not None and model.moe is not None:
-            chosen = {name: getattr(model.moe, name) for name in _FREE_OF_MIXTURES}
-            preset = replace(preset, moe=replace(preset.moe, **chosen))
-        if replace(preset, **free) == model:
-            return name
-    return None
-
-
 def check(launch: Launch, job: Job) -> list[Finding]:
     """What Megatron-LM says to the job."""
     spell = launch.facts.get("spell")
@@ -211,9 +123,7 @@ def check(launch: Launch, job: Job) -> list[Finding]:
 
 def write(job: Job) -> Written:
     """A bash script that runs the job."""
-    from plait.dialects.megatron_write import script_of
-
-    return script_of(job)
+    return script_of(job, VERSION)
 
 
 def settle(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,11 +131,12 @@ def settle(fields: Mapping[str, Any]) -> dict[str, Any]:
     then ask."""
     fields = dict(fields)
     for _ in range(_ROUNDS):
-        pp, vpp = fields.get("layout.pp", 1), fields.get("layout.vpp", 1)
-        if pp == 1 and vpp != 1:
+        pp, vpp, stages = (fields.get(f"layout.{name}") for name in ("pp", "vpp", "stages"))
+        if pp == 1 and vpp not in (None, 1):
             fields |= {"layout.vpp": 1, "layout.schedule": "1f1b"}
-        stages = fields.get("layout.stages")
-        if isinstance(stages, tuple | list) and len(stages) != pp * fields.get("layout.vpp", 1):
+            vpp = 1
+        chunks = pp * (vpp or 1) if isinstance(pp, int) and isinstance(vpp, int | None) else 0
+        if isinstance(stages, tuple | list) and chunks and len(stages) != chunks:
             fields["layout.stages"] = "balanced"
         made = draft("plan", None, fields)
         wrong = rules({}, made.job) if made.job and not made.findings else []

@@ -1,6 +1,7 @@
 """A job in Megatron's arguments, and as a bash script."""
 
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from plait.dialects.launch import Written, note
@@ -218,20 +219,20 @@ def words_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _quoted(value: Any) -> str:
-    from shlex import quote
-
     return quote(f"{value!r}" if isinstance(value, float) else str(value))
 
 
-def script_of(job: Job) -> Written:
-    """A bash script that starts `pretrain_gpt.py` with torchrun on each node."""
-    from plait.dialects.megatron import VERSION
+def script_of(job: Job, version: str) -> Written:
+    """A bash script that starts `pretrain_gpt.py` with torchrun on each node.
 
+    Args:
+        version: of the target, for its first lines.
+    """
     arguments, notes = arguments_of(job)
     world = job.layout.world
     most = job.cluster.node if job.cluster else NODE
     each = max(d for d in divisors(world) if d <= max(1, most))
-    lines = ["#!/bin/bash", f"# {job.model.name} on {world} devices, for {VERSION}.", "set -e"]
+    lines = ["#!/bin/bash", f"# {job.model.name} on {world} devices, for {version}.", "set -e"]
     fsdp = job.layout.zero > 1
     if (job.layout.tp > 1 or job.layout.cp > 1) and not fsdp:
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1  # TP and CP before Blackwell")

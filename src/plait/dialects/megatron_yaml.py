@@ -12,6 +12,7 @@ from typing import Any
 from plait.dialects import tree
 from plait.dialects.launch import Launch, Told
 from plait.dialects.megatron_arguments import understand
+from plait.dialects.megatron_launch import launch_of
 from plait.dialects.megatron_names import known, underscored
 from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import Source
@@ -48,8 +49,6 @@ def read_yaml(
     Raises:
         UserError: it has none of them.
     """
-    from plait.dialects.megatron import launch_of
-
     whole = tree.read_yaml(source)
     if not isinstance(whole, Mapping):
         raise _not_megatron(source)
