@@ -176,6 +176,50 @@ main()
     assert not launch.unknown()
 
 
+def test_workers_of_a_leader_and_their_variables():
+    manifest = """\
+kind: LeaderWorkerSet
+spec:
+  leaderWorkerTemplate:
+    workerTemplate:
+      spec:
+        containers:
+        - image: registry/engine:v1
+          command: ["/bin/bash", "-c"]
+          args:
+          - |
+            FIRST=$(( ${INDEX:-0} * LOCAL ))
+            exec vllm serve deepseek-ai/DeepSeek-R1 \\
+              --enable-expert-parallel --enable-eplb \\
+              --data-parallel-size $((GROUP * LOCAL)) --data-parallel-size-local $LOCAL \\
+              --data-parallel-start-rank $FIRST --data-parallel-address $LEADER \\
+              --eplb-config '{"num_redundant_experts": "32"}' --max-model-len $LENGTH
+          env:
+          - {name: LOCAL, value: "8"}
+          - {name: GROUP, value: "2"}
+"""
+    launch = read(vllm, manifest, ".yaml")
+    job = job_of(launch)
+    assert (job.layout.dp_shard, job.layout.ep, launch.serving.redundant) == (16, 16, 32)
+    assert not errors(vllm, launch, job)
+    assert {f.rule for f in launch.settings.findings} == {"open-limit"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--node-rank $RANK --nnodes 2", "--max-num-seqs $SEQS", "--max-model-len ${LEN}",
+     "-dpr $FIRST", "--port $PORT", "--gpu-memory-utilization $SHARE"],
+)  # fmt: skip
+def test_what_decides_no_degree_may_be_open(words, explain):
+    code, report = explain(f"vllm serve Qwen/Qwen3-30B-A3B -tp 2 -dp 2 {words}")
+    assert (code, report["world"]) == (0, 4)
+    code, answer = explain(f"vllm serve Qwen/Qwen3-30B-A3B -tp $TP {words}")
+    assert code == 2
+    assert "--tp" in answer["errors"][0]["message"]
+    code, report = explain(f"vllm serve Qwen/Qwen3-30B-A3B -tp $TP {words}", "--tp", "4")
+    assert (code, report["world"], report["layout"]["etp"]) == (0, 4, 4)
+
+
 def test_a_model_in_a_variable_is_asked_for(explain):
     code, answer = explain("vllm serve $MODEL -tp 8 -pp 2")
     assert code == 2

@@ -219,11 +219,23 @@ def dotted(tree: Mapping[Any, Any], prefix: str = "", deep: int = 0) -> dict[str
 # Values
 
 
+def take(settings: Settings, name: str, kind: Any, default: Any = None, means: str = "") -> Any:
+    """An option that decides no degree: one that is set outside of the file is left at its
+    default, with a note."""
+    setting = settings.said.get(name)
+    if setting is None or not setting.open:
+        return settings.take(name, kind, default, means)
+    settings.taken[name] = (setting.value, f"{means or 'not known'}: by default")
+    message = f"{', '.join(setting.open)} is set outside of the file: {name} is left at its default"
+    settings.findings.append(Finding("note", "open-limit", message, name, setting.value))
+    return default
+
+
 def count(settings: Settings, name: str, default: int | None = None, means: str = "") -> int | None:
     """A number that may have a unit: "32k" are 32,000 and "32K" 32,768 (vLLM and SGLang both)."""
     setting = settings.said.get(name)
     if setting is None or setting.open or not isinstance(setting.value, str):
-        return settings.take(name, int, default, means)
+        return take(settings, name, int, default, means)
     text = setting.value.strip()
     units = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
     units |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

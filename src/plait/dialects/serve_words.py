@@ -233,7 +233,8 @@ def _container(box: Mapping[Any, Any], program: Program, source: Source) -> Iter
             argv += _argv(said, source)
     environment = _environment(box.get("env", box.get("environment")))
     words = [Word("container"), *(_word(text, environment) for text in argv)]
-    for serve in _in_words(words, program, source, 0):
+    inner = replace(source, variables=dict(source.variables) | environment)
+    for serve in _in_words(words, program, inner, 0):
         yield replace(serve, environment=environment | dict(serve.environment))
 
 

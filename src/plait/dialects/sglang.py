@@ -12,7 +12,7 @@ from typing import Any
 from plait.cost.serving import Serving, on
 from plait.dialects import serve_options as options
 from plait.dialects.launch import Launch, Told, changed, note
-from plait.dialects.serve_options import count, degree, switch
+from plait.dialects.serve_options import count, degree, switch, take
 from plait.dialects.serve_words import Program, serves
 from plait.dialects.settings import Settings
 from plait.dialects.sglang_rules import LOST, LOST_SWITCHES, check
@@ -115,7 +115,7 @@ def _degrees(
     own |= {"dp_replicate": dp, "ep": ep if moe else 1, "etp": inside if moe else 1}
     facts: dict[str, Any] = {"whole": whole, "moe_dp": moe_dp, "said_ep": ep, "dwdp": dwdp}
     facts["backend"] = backend or "none"
-    facts["dense_tp"] = settings.take("--moe-dense-tp-size", int, None, "tp of dense MLPs")
+    facts["dense_tp"] = take(settings, "--moe-dense-tp-size", int, None, "tp of dense MLPs")
     for key, name in (
         ("prefill_cp", "--enable-prefill-cp"),
         ("eplb", "--enable-eplb"),
@@ -125,13 +125,15 @@ def _degrees(
         ("q_copied", "--dcp-replicate-q-proj"),
     ):
         facts[key] = switch(settings, name)
-    facts["cp_strategy"] = settings.take("--cp-strategy", str, None)
-    facts["dispatch"] = settings.take("--ep-dispatch-algorithm", str, None)
-    facts["speculative"] = settings.take("--speculative-algorithm", str, None)
-    facts["disaggregation"] = settings.take("--disaggregation-mode", str, "null")
-    facts["nodes"] = settings.take("--nnodes", int, 1, "nodes")
-    facts["node_rank"] = settings.take("--node-rank", int, 0)
-    facts["redundant"] = settings.take("--ep-num-redundant-experts", int, 0, "copies of experts")
+    facts["cp_strategy"] = take(settings, "--cp-strategy", str, None)
+    facts["dispatch"] = take(settings, "--ep-dispatch-algorithm", str, None)
+    facts["speculative"] = take(settings, "--speculative-algorithm", str, None)
+    facts["disaggregation"] = take(settings, "--disaggregation-mode", str, "null")
+    facts["nodes"] = take(settings, "--nnodes", int, 1, "nodes")
+    facts["node_rank"] = take(settings, "--node-rank", int, 0)
+    facts["redundant"] = options.take(
+        settings, "--ep-num-redundant-experts", int, 0, "copies of experts"
+    )
     return own, facts, found
 
 
@@ -139,20 +141,20 @@ def _serving(
     settings: Settings, stored: str | None, model: Model | None, facts: dict[str, Any]
 ) -> Serving:
     """The engine's choices, without roles."""
-    quantization = settings.take("--quantization", str, None, "how weights are stored")
-    dtype = settings.take("--dtype", str, "auto", "train.dtype")
-    fraction = settings.take("--mem-fraction-static", float, None, "share of memory")
+    quantization = take(settings, "--quantization", str, None, "how weights are stored")
+    dtype = take(settings, "--dtype", str, "auto", "train.dtype")
+    fraction = take(settings, "--mem-fraction-static", float, None, "share of memory")
     facts["fraction"] = fraction
     redundant = facts["redundant"]
     chunk = count(settings, "--chunked-prefill-size", None, "tokens of a prompt chunk")
     page = count(settings, "--page-size", None, "tokens of a block of the cache")
-    exchange = settings.take("--dcp-comm-backend", str, None)
+    exchange = take(settings, "--dcp-comm-backend", str, None)
     return Serving(
         "sglang",
         model=options.called(settings, "--model-path"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(quantization, stored),
-        kv_dtype=settings.take("--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",
+        kv_dtype=take(settings, "--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",
         max_len=options.positive(count(settings, "--context-length", None, "train.seq_len")),
         max_requests=options.positive(
             count(settings, "--max-running-requests", None, "requests running at once")

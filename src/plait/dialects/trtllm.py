@@ -7,6 +7,7 @@ of options says is stronger than the flags. Ranks from the fastest axis: tp, cp,
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from plait.cost.serving import Serving, on
@@ -87,11 +88,12 @@ def _either(
     settings: Settings, flag: str, key: str, kind: Any, default: Any, means: str = ""
 ) -> Any:
     """An option that a flag or the file says; the file is stronger."""
+    take = settings.take if means.startswith("layout.") else partial(options.take, settings)
     if key in settings:
         if flag in settings:
-            settings.take(flag, kind, default, "overruled by the file of options")
-        return settings.take(key, kind, default, means)
-    return settings.take(flag, kind, default, means)
+            options.take(settings, flag, kind, default, "overruled by the file of options")
+        return take(key, kind, default, means)
+    return take(flag, kind, default, means)
 
 
 def _degree(settings: Settings, flag: str, key: str, means: str, default: int | None = 1) -> Any:

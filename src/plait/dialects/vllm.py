@@ -12,7 +12,7 @@ from typing import Any
 from plait.cost.serving import Serving, on
 from plait.dialects import serve_options as options
 from plait.dialects.launch import Launch, Told, changed, note, refused
-from plait.dialects.serve_options import count, degree, switch
+from plait.dialects.serve_options import count, degree, switch, take
 from plait.dialects.serve_words import Program, serves
 from plait.dialects.settings import Settings
 from plait.dialects.source import Source
@@ -97,10 +97,14 @@ def _degrees(
     if stages is not None and pp > 1:
         own["stages"] = stages
     facts = {"experts": experts, "dp": dp, "partition": environment.get("VLLM_PP_LAYER_PARTITION")}
-    facts["local"] = settings.take("--data-parallel-size-local", int, None, "dp of this node")
-    facts["start"] = settings.take("--data-parallel-start-rank", int, None, "first dp rank here")
-    facts["rank"] = settings.take("--data-parallel-rank", int, None, "dp rank here")
-    facts["dp_backend"] = settings.take("--data-parallel-backend", str, "mp")
+    facts["local"] = options.take(
+        settings, "--data-parallel-size-local", int, None, "dp of this node"
+    )
+    facts["start"] = options.take(
+        settings, "--data-parallel-start-rank", int, None, "first dp rank here"
+    )
+    facts["rank"] = take(settings, "--data-parallel-rank", int, None, "dp rank here")
+    facts["dp_backend"] = take(settings, "--data-parallel-backend", str, "mp")
     for key, name in (
         ("hybrid", "--data-parallel-hybrid-lb"),
         ("external", "--data-parallel-external-lb"),
@@ -112,9 +116,9 @@ def _degrees(
         ("hc_sp", "--enable-hc-sp"),
     ):
         facts[key] = switch(settings, name)
-    facts["executor"] = settings.take("--distributed-executor-backend", str, None)
-    facts["nodes"] = settings.take("--nnodes", int, 1, "nodes")
-    facts["node_rank"] = settings.take("--node-rank", int, 0)
+    facts["executor"] = take(settings, "--distributed-executor-backend", str, None)
+    facts["nodes"] = take(settings, "--nnodes", int, 1, "nodes")
+    facts["node_rank"] = take(settings, "--node-rank", int, 0)
     facts["eplb_config"] = options.config(settings, "--eplb-config")
     facts["passes"] = options.config(settings, "--compilation-config", ("-cc", "-O"))
     facts["transfer"] = options.config(settings, "--kv-transfer-config")
@@ -129,17 +133,18 @@ def _serving(
     facts: dict[str, Any],
 ) -> tuple[Serving, list[Finding]]:
     """The engine's choices, without roles; and what is to be known of them."""
-    quantization = settings.take("--quantization", str, None, "how weights are stored")
-    dtype = settings.take("--dtype", str, "auto", "train.dtype")
+    quantization = take(settings, "--quantization", str, None, "how weights are stored")
+    dtype = take(settings, "--dtype", str, "auto", "train.dtype")
     length = _length(settings)
     requests = count(settings, "--max-num-seqs", None, "requests of a step")
     tokens = count(settings, "--max-num-batched-tokens", None, "tokens of a step")
     redundant = facts["eplb_config"].get("num_redundant_experts", 0)
-    facts["redundant"] = redundant if isinstance(redundant, int) and 0 <= redundant < 10**6 else 0
+    text = str(redundant)  # "32" too
+    facts["redundant"] = int(text) if text.isdecimal() and len(text) < 7 else 0
     block = count(settings, "--block-size", None, "tokens of a block of the cache")
     interleave = count(settings, "--cp-kv-cache-interleave-size", None, "tokens on one dcp rank")
     old = count(settings, "--dcp-kv-cache-interleave-size", None, "tokens on one dcp rank")
-    fraction = settings.take("--gpu-memory-utilization", float, 0.92, "share of memory")
+    fraction = take(settings, "--gpu-memory-utilization", float, 0.92, "share of memory")
     facts["fraction"] = fraction
     usual = 64 if model is not None and model.mla is not None else 16
     serving = Serving(
@@ -147,7 +152,7 @@ def _serving(
         model=options.called(settings, "--model"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(quantization, stored),
-        kv_dtype=settings.take("--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",
+        kv_dtype=take(settings, "--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",
         max_len=length,
         max_requests=options.positive(requests),
         max_tokens=options.positive(tokens),
@@ -156,8 +161,8 @@ def _serving(
         interleave=interleave or old or 1,
         redundant=facts["redundant"],
         balanced=facts["eplb"],
-        backend=settings.take("--all2all-backend", str, "allgather_reducescatter") or "",
-        kv_exchange=settings.take("--dcp-comm-backend", str, "ag_rs") or "ag_rs",
+        backend=take(settings, "--all2all-backend", str, "allgather_reducescatter") or "",
+        kv_exchange=take(settings, "--dcp-comm-backend", str, "ag_rs") or "ag_rs",
         q_copied=switch(settings, "--dcp-q-replicate"),
         nodes=facts["nodes"] if isinstance(facts["nodes"], int) else 1,
     )
@@ -224,7 +229,9 @@ def _changes(
         if name in environment:
             found.append(changed("vLLM", "vllm-lost-variable", f"{name} {words}", name))
     if "--cpu-offload-gb" in settings.said:
-        settings.take("--cpu-offload-gb", float, 0.0, "weights kept on the host, GiB a device")
+        options.take(
+            settings, "--cpu-offload-gb", float, 0.0, "weights kept on the host, GiB a device"
+        )
         words = "weights that --cpu-offload-gb keeps on the host are counted on the device here"
         found.append(note("vLLM", "vllm-offload", words))
     if facts["speculative"]:
