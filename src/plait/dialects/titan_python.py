@@ -147,7 +147,7 @@ class _Registry:
             # TorchTitan's own (torchtitan_recipes/tests): types are not checked under recompute.
             if made.fields.get("typechecking") is True:
                 changed[0].fields["activation_checkpoint"] = None
-        elif changed and base:
+        elif changed and base and word[:1].islower():
             self.unseen.append(made.name)
             return changed[0]  # made over, or changed in place: the configuration as it was
         return None
@@ -266,7 +266,9 @@ def _spec(value: Any, model: str | None) -> Iterator[Setting]:
         return
     package = [part for part in value.name.split(".") if part in flavors()]
     name = package[-1] if package else value.fields.get(_OF, model)
-    flavor = value.fields.get("flavor", value.args[0] if value.args else None)
+    said = [value.fields.get("flavor"), *value.args[:1]]
+    said = [one for one in said if not isinstance(one, Made) or one.called]  # not merely looked at
+    flavor = next((one for one in said if one is not None), None)
     if name is None:
         yield Setting("model.name", "model_registry", open=("model_registry",))
     else:
