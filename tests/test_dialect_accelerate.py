@@ -223,6 +223,21 @@ def test_flags_are_stronger_than_the_file(explain):
     assert not rules(report, "error")
 
 
+def test_a_job_of_slurm(explain):
+    script = (
+        "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n"
+        'export START="accelerate launch --config_file a.yaml --num_machines $SLURM_NNODES '
+        '--num_processes $((SLURM_NNODES * 8)) --machine_rank \\$SLURM_PROCID"\n'
+        'export RUN="sft.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8"\n'
+        'srun bash -c "$START $RUN"\n'
+    )
+    conf = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 3}\n"
+    report = explain(script, "--seq-len", 4096, name="run.sh", a__yaml=conf)
+    batch = report["batch"]
+    assert (report["world"], report["layout"]["zero"]) == (16, 3)
+    assert (batch["micro"], batch["accumulation"], batch["global"]) == (2, 8, 256)
+
+
 def test_a_configuration_that_is_not_there_is_said(explain):
     script = "accelerate launch --config_file nowhere.yaml --num_processes 8 train.py"
     report = explain(script, name="run.sh")

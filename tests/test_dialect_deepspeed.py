@@ -270,6 +270,12 @@ def test_a_configuration_that_is_not_there_is_said(explain):
     assert "deepspeed-no-configuration" in rules(report, "warning")
 
 
+def test_a_hostfile_beside_the_script(explain, tmp_path):
+    (tmp_path / "hosts").write_text("one slots=8\ntwo slots=8\n")
+    text = "deepspeed --hostfile hosts t.py --zero_stage 2 --per_device_train_batch_size 1"
+    assert explain(text, name="run.sh")["world"] == 16
+
+
 def test_a_command_without_deepspeed_is_a_wrong_question():
     with pytest.raises(UserError, match="DeepSpeed"):
         deepspeed.read(Source("python train.py", "command"), Told())

@@ -281,8 +281,6 @@ def inline(said: Said, world: int | None) -> dict[str, Any]:
             what = "optimizer states" if part == "optimizer" else "parameters"
             said.note("offload", f"{what} live on {device}; plait keeps them on the device")
     said.values["deepspeed"] = facts
-    if "gradient_accumulation_steps" not in said:
-        fields["train.accumulation"] = 1
     return fields
 
 

@@ -1,6 +1,7 @@
 """DeepSpeed: its JSON configuration, commands that name one, and Megatron-DeepSpeed's flags."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from plait.dialects import (
@@ -47,6 +48,12 @@ def read(source: Source, told: Told) -> Launch:
     if run is None:
         message = "no command that DeepSpeed starts or that names its configuration"
         raise UserError([error("from", source.name, message, rule="no-command")])
+    hosts = next((s for s in run.settings if s.name in ("--hostfile", "-H")), None)
+    if hosts is not None and str(hosts.value) not in script.files:
+        listed = _file(source, script, str(hosts.value))
+        if listed is not None:
+            files = script.files | {str(hosts.value): listed.text}
+            run = _best(replace(script, files=files)) or run
     tree, findings = _configuration(source, script, run)
     found = list(findings)
     if run.world is None and run.open and told.world is None:
