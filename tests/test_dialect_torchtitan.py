@@ -409,6 +409,8 @@ def _job(drawn):
         return None
     moe = drawn["model"] in ("deepseek-v2-lite", "qwen3-30b-a3b")
     ep = drawn["ep"] if moe else 1
+    if zero == 0 and (drawn["tp"] * drawn["cp"]) % ep:
+        return None  # experts are never spread over replicas
     fields = {
         "model": drawn["model"], "ranks": drawn["tp"] * drawn["cp"] * pp * replicate * shard,
         "layout.tp": drawn["tp"], "layout.cp": drawn["cp"], "layout.pp": pp, "layout.ep": ep,
