@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from launches import differences, jobs
 from plait.cli.main import main
 from plait.dialects import deepspeed, deepspeed_json
+from plait.dialects.deepspeed_elastic import Elastic
 from plait.dialects.launch import Told
 from plait.dialects.source import Source
 from plait.spec.findings import UserError
@@ -154,6 +155,31 @@ def test_rules_of_the_configuration(explain, tree, rule, level):
     world = 48 if tree.get("sequence_parallel_size") == 6 else 16
     report = explain(tree, "--ranks", world, model="qwen3-30b-a3b" if moe else "llama3.1-8b")
     assert not rule or rule in rules(report, level)
+
+
+@pytest.mark.parametrize(
+    ("most", "micros", "batch", "fewest"),
+    [
+        # tests/unit/elasticity/test_elastic.py of DeepSpeed has 9792; the others are what its
+        # _get_compatible_gpus_v01 answers (elasticity/elasticity.py, 0.19.6).
+        (10000, (8, 12, 16, 17), 9792, 32),
+        (10000, (8, 12, 16, 17), 8640, 1),
+        (2000, (2, 4, 6), 1680, 1),
+        (64, (2, 4), 48, 1),
+        (100, (7,), 84, 1),
+    ],
+)
+def test_the_elastic_batch(explain, most, micros, batch, fewest):
+    found, worlds = Elastic(most, micros, fewest, 1500 if fewest > 1 else 10000).batch()
+    assert (found, min(worlds) >= fewest) == (batch, True)
+    if fewest > 1:
+        return
+    tree = {"elasticity": {"enabled": True, "max_train_batch_size": most, "version": 0.1,
+                           "micro_batch_sizes": list(micros), "min_gpus": 1}}  # fmt: skip
+    report = explain(tree, "--ranks", 4, "--seq-len", 1024)
+    assert report["batch"]["global"] == batch
+    assert report["batch"]["micro"] == max(m for m in micros if batch // 4 % m == 0)
+    assert "deepspeed-elastic-world" in rules(explain(tree, "--ranks", 13), "error")
 
 
 def test_defaults_of_the_accounting(explain):

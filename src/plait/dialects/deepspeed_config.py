@@ -8,6 +8,7 @@ Sources, of DeepSpeed 0.19.6: runtime/config.py (names, defaults, the batch), ru
 from dataclasses import dataclass, field
 from typing import Any
 
+from plait.dialects.deepspeed_elastic import Elastic
 from plait.dialects.launch import AT_START, changed, note, refused
 from plait.dialects.settings import Settings
 from plait.spec.findings import Finding
@@ -93,7 +94,9 @@ def understand(settings: Settings, world: int | None, pp: int = 1, tp: int = 1) 
     fields |= _batch(config)
     fields |= _training(config)
     _offload(config)
-    world = _world(config, world, pp * max(tp, 1) * max(fields.get("layout.cp", 1), 1))
+    model_ranks = max(pp, 1) * max(tp, 1) * max(fields.get("layout.cp", 1), 1)
+    world = _world(config, world, model_ranks)
+    fields |= _on_ranks(config, world, model_ranks)
     if world:
         fields["ranks"] = world
     if config.autos:
@@ -214,19 +217,40 @@ def _batch(config: Config) -> dict[str, Any]:
 
 
 def _elastic(config: Config) -> dict[str, Any]:
-    """The batch that elasticity chooses is at most so large; plait takes the largest."""
-    most = config.take("elasticity.max_train_batch_size", int, 2000, "train.global_batch")
+    """The batch that elasticity chooses; the micro batch is known with the ranks (`_on_ranks`)."""
+    quietly, means = config.quietly, "train.global_batch"
     micros = config.settings.said.get("elasticity.micro_batch_sizes")
+    found: Any = Elastic().micros
     if micros is not None:
         config.settings.taken[micros.name] = (micros.value, "layout.micro_batch")
-    found = [m for m in (micros.value if micros is not None and isinstance(micros.value, list)
-                         else [2, 4, 6]) if isinstance(m, int) and 0 < m < 10**6]  # fmt: skip
-    message = (
-        f"elasticity chooses a global batch of at most {most} that many worlds divide, and a micro "
-        f"batch of {found}; described is the smallest of these, one micro step"
+        given = micros.value if isinstance(micros.value, list) else []
+        found = tuple(m for m in given[:64] if isinstance(m, int) and not isinstance(m, bool))
+    asked = Elastic(
+        quietly("elasticity.max_train_batch_size", int, 2000, means),
+        found,
+        quietly("elasticity.min_gpus", int, 1, means),
+        quietly("elasticity.max_gpus", int, 10000, means),
+        quietly("elasticity.prefer_larger_batch", bool, True, means),
+        quietly("elasticity.version", float, 0.2, means),
     )
-    config.findings.append(note(TARGET, "deepspeed-elastic", message))
-    return {"layout.micro_batch": min(found)} if found else {}
+    if not asked.sound():
+        return {}
+    batch, worlds = asked.batch()
+    config.values |= {"elasticity": asked, "elastic_worlds": worlds}
+    shown = ", ".join(map(str, worlds[:12])) + (", ..." if len(worlds) > 12 else "")
+    message = f"elasticity chooses a global batch of {batch}, for data-parallel sizes of {shown}"
+    config.findings.append(note(TARGET, "deepspeed-elastic", message, batch))
+    return {"train.global_batch": batch}
+
+
+def _on_ranks(config: Config, world: int | None, model_ranks: int) -> dict[str, Any]:
+    """The elastic batch on so many ranks."""
+    asked = config.values.get("elasticity")
+    if asked is None or not world or world < model_ranks:
+        return {}
+    batch, micro = asked.on(world // model_ranks)
+    fields = {"train.global_batch": batch} if batch else {}
+    return fields | ({"layout.micro_batch": micro} if micro and batch else {})
 
 
 def _training(config: Config) -> dict[str, Any]:

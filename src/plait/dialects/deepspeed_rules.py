@@ -38,6 +38,16 @@ def _batch(facts: Mapping[str, Any], job: Job, target: str) -> Iterator[Finding]
             message = "elasticity and a batch of one's own: it wants "
             message += "elasticity.ignore_non_elastic_batch_info"
             yield refused(target, "deepspeed-elastic-batch", AT_START, message)
+        asked, worlds = facts.get("elasticity"), facts.get("elastic_worlds", ())
+        if asked is not None and worlds and dp not in worlds:
+            legal = nearest(dp, list(worlds))
+            ranks = legal * job.layout.tp * job.layout.cp * job.layout.pp
+            if asked.version < 0.2:
+                message = f"its elastic batch does not divide over dp {dp}"
+                yield refused(target, "deepspeed-elastic-world", AT_START, message, dp, ranks=ranks)
+            else:
+                message = f"dp {dp} does not divide the elastic batch: it takes another one"
+                yield changed(target, "deepspeed-elastic-world", message, dp, ranks=ranks)
         return
     if "batch" not in facts:
         return
