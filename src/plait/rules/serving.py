@@ -92,11 +92,32 @@ def experts(job: Job, serving: Serving) -> Iterator[Finding]:
             f"{moe.ffn} columns of an expert do not divide over {tp} ranks; legal: "
             f"{', '.join(map(str, (n for n in legal if n <= 64)))}"
         )
-        suggest: dict[str, Any] = {"layout.etp": nearest(tp, legal)}
-        if serving.engine == "vllm":
-            message += "; with expert parallelism they stay whole (--enable-expert-parallel)"
-            suggest = {"layout.ep": tp, "layout.etp": 1}
+        message += _WHOLE if serving.engine == "vllm" else ""
+        suggest = _other_degrees(job, serving, legal)
         yield Finding("error", "expert-ffn-divides", message, "layout.etp", tp, suggest)
+
+
+_WHOLE = "; with expert parallelism they stay whole (--enable-expert-parallel)"
+
+
+def _other_degrees(job: Job, serving: Serving, legal: list[int]) -> dict[str, Any]:
+    """Expert degrees of the same ranks, or of fewer, under which an expert is cut as is legal.
+
+    Args:
+        legal: tensor parallel degrees inside experts.
+    """
+    moe, ep = job.model.moe, serving.moe_ep
+    assert moe is not None
+    group = ep * serving.moe_tp
+    if serving.engine == "vllm":  # whole or cut over all ranks, nothing between
+        return {"layout.ep": group, "layout.etp": 1}
+    fitting = [n for n in divisors(group) if moe.experts % n == 0 and group // n in legal]
+    if fitting:
+        best = nearest(ep, fitting)
+        return {"layout.ep": best, "layout.etp": group // best}
+    axis = "layout.dp_shard" if serving.attn_dp > 1 else "layout.tp"
+    ranks = serving.attn_dp if serving.attn_dp > 1 else serving.attn_tp
+    return {axis: 1 << (ranks.bit_length() - 1), "layout.ep": 1}
 
 
 def stages(job: Job, serving: Serving) -> Iterator[Finding]:
@@ -151,11 +172,8 @@ def blocks_of_scales(job: Job, serving: Serving) -> Iterator[Finding]:
             f"{block} that share a scale ({serving.weights}); legal: {', '.join(map(str, legal))}"
         )
         if what == "experts":
-            where, best = "layout.etp", nearest(cut, legal)
-            suggest = {where: best}
-            if serving.engine == "vllm":
-                message += "; with expert parallelism they stay whole"
-                suggest = {"layout.ep": cut, "layout.etp": 1}
+            where, suggest = "layout.etp", _other_degrees(job, serving, legal)
+            message += _WHOLE if serving.engine == "vllm" else ""
         else:
             both = [t for t in legal if t in legal_tp(job)]
             where, suggest = "layout.tp", {"layout.tp": nearest(cut, both or [1])}
