@@ -607,3 +607,20 @@ def test_the_nearest_legal_launch_is_legal(command):
     legal = launched(command).source["legal"]
     if legal:
         assert not reread(legal)[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "vpp", "schedule"),
+    [
+        ({}, 4, "interleaved-1f1b"),
+        ({"layout.vpp": "2"}, 2, "interleaved-1f1b"),
+        ({"layout.stages": "1,0,1,1,1,1,1,2"}, 4, "interleaved-1f1b"),
+        ({"layout.schedule": "gpipe", "layout.vpp": "1"}, 1, "gpipe"),
+        ({"layout.pp": "1"}, 1, "1f1b"),
+    ],
+)
+def test_what_is_said_beside_the_launch_replaces_what_it_says(said, vpp, schedule):
+    flags = "--num-layers 8 --global-batch-size 32 --num-layers-per-virtual-pipeline-stage 1 "
+    text = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SMALL} {flags} {PP2}"
+    job = launched(text, **said).job
+    assert (job.layout.vpp, job.layout.schedule) == (vpp, schedule)

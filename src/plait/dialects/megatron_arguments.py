@@ -21,6 +21,12 @@ from plait.dialects.settings import Settings
 from plait.spec.build import convert
 from plait.spec.findings import Finding, error
 
+#: Fields that one argument says by itself, in the same unit.
+DIRECT = frozenset(
+    "layout.tp layout.pp layout.cp layout.ep layout.etp layout.micro_batch layout.dp_replicate "
+    "layout.sequence_parallel train.global_batch train.seq_len".split()
+)
+
 
 @dataclass
 class Arguments:
@@ -115,6 +121,18 @@ class Arguments:
         """Whether a person says this beside the file."""
         return means in self.settings.told
 
+    def forget(self, means: str, names: str) -> bool:
+        """Where a person says a field, what the launch says of it in several arguments no longer
+        counts.
+
+        Args:
+            names: of arguments, parted by spaces.
+        """
+        if not self.told(means):
+            return False
+        self.values |= dict.fromkeys(names.split())
+        return True
+
     def note(self, rule: str, message: str, value: Any = None) -> None:
         self.findings.append(note(self.target, rule, message, value))
 
@@ -155,7 +173,7 @@ class Arguments:
             self.settings.defaults[place] = (default, means)
 
     def _told(self, means: str, kind: Any, value: Any) -> Any:
-        if not means or means not in self.settings.told:
+        if means not in DIRECT or means not in self.settings.told:
             return value
         try:
             return convert(self.settings.told[means], kind, means, [])

@@ -20,6 +20,23 @@ CP_TYPES = {"p2p": ("ring", False), "a2a": ("ring", True), "allgather": ("all-ga
 #: `recompute_modules` -> plait's module; those of "" keep nothing that plait's kernels keep.
 RECOMPUTED = {"layernorm": "norm", "mlp": "mlp", "moe": "mlp", "core_attn": ""}
 
+#: Arguments that say what is recomputed.
+_RECOMPUTE = (
+    "recompute_activations recompute_granularity recompute_method recompute_num_layers "
+    "recompute_modules"
+)
+#: Arguments that say how layers are shared out, how many chunks a rank has, and in which groups
+#: micro batches go through them.
+_SPLIT = (
+    "pipeline_model_parallel_layout decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split"
+)
+_CHUNKS = (
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "virtual_pipeline_model_parallel_size"
+)
+_GROUP = "microbatch_group_size_per_vp_stage"
 #: Longest layout string that is unrolled, in characters.
 _LONGEST = 100_000
 
@@ -116,6 +133,8 @@ def _pipeline(arguments: Arguments, pp: int, layers: int | None) -> dict[str, An
     direct = take("virtual_pipeline_model_parallel_size", int, None, "layout.vpp")
     group = take("microbatch_group_size_per_vp_stage", int, None, "layout.schedule")
     switch("overlap_p2p_comm", True, "which pipelines may be interleaved")
+    if arguments.forget("layout.vpp", f"{_SPLIT} {_CHUNKS} {_GROUP}"):
+        return {}
     vpp, stages = 1, None
     if text is not None:
         counts = counts_of(text)
@@ -131,6 +150,10 @@ def _pipeline(arguments: Arguments, pp: int, layers: int | None) -> dict[str, An
     arguments.values["vpp"] = vpp
     if pp <= 1:
         return {}
+    if arguments.forget("layout.stages", _SPLIT):
+        stages = None
+    if arguments.forget("layout.schedule", _GROUP):
+        return {"layout.vpp": vpp} | ({} if stages is None else {"layout.stages": stages})
     fields: dict[str, Any] = {"layout.vpp": vpp, "layout.schedule": "1f1b"}
     if vpp > 1:
         grouped = group is not None and group != pp
@@ -210,6 +233,8 @@ def _recompute(arguments: Arguments, model: Model | None) -> dict[str, Any]:
     method = take("recompute_method", str, None, "layout.recompute")
     count = take("recompute_num_layers", int, None, "layout.recompute")
     modules = arguments.words("recompute_modules", "layout.recompute")
+    if arguments.forget("layout.recompute", _RECOMPUTE):
+        return {}
     kind = "selective" if short else kind
     if kind is None and arguments.spell("activations_checkpoint_method") in arguments.settings:
         kind = "full"  # earlier versions knew no other
