@@ -191,6 +191,14 @@ def test_defaults_of_the_accounting(explain):
     assert explain(tree, "--ranks", 4)["batch"]["grad_dtype"] == "float32"
 
 
+@pytest.mark.parametrize("key", ["amp", "sparse_attention", "curriculum_learning", "elasticity"])
+def test_what_the_newest_release_has_lost(explain, key):
+    # runtime/config.py of 0.19.8, _REMOVED_TOP_LEVEL_CONFIG_KEYS
+    report = explain(config(**{key: {"enabled": False}}), "--ranks", 4)
+    assert "deepspeed-gone" in rules(report, "warning")
+    assert "deepspeed-gone" not in rules(explain(config(), "--ranks", 4))
+
+
 def test_auto_is_left_to_the_trainer(explain):
     tree = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"},

@@ -16,6 +16,13 @@ from plait.spec.findings import Finding
 TARGET = "DeepSpeed"
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16",
           "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}  # fmt: skip
+#: Keys that 0.19.8 has lost, and refuses at start wherever they stand (its runtime/config.py).
+GONE = (
+    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
+    "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning",
+    "progressive_layer_drop", "zero_optimization.mics_shard_size",
+    "zero_optimization.mics_hierarchical_params_gather", "zero_optimization.zeropp_loco_param",
+)  # fmt: skip
 #: Optimizers of DeepSpeed's that keep two states a parameter, as Adam does.
 _ADAMS = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam", "adam8bit"})
 _SCHEDULES = {"warmuplr": "constant", "warmupcosinelr": "cosine"}
@@ -354,6 +361,10 @@ def strangers(settings: Settings, known: list[str]) -> list[Finding]:
             found.append(refused(TARGET, "deepspeed-unknown-key", AT_START, message, name))
         else:
             ignored.append(name)
+    lost = [key for key in GONE if any(f"{s}.".startswith(f"{key}.") for s in settings.said)]
+    if lost:
+        message = f"0.19.8 has lost {', '.join(lost)}, and refuses to start with it"
+        found.append(changed(TARGET, "deepspeed-gone", message, lost[0]))
     if ignored:
         message = f"it ignores what it does not know: {', '.join(ignored[:8])}"
         found.append(changed(TARGET, "deepspeed-ignored-key", message, ignored[0]))

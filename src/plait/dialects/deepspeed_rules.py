@@ -212,9 +212,6 @@ def _groups(facts: Mapping[str, Any], job: Job, target: str) -> Iterator[Finding
     for name, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
         if not size or size <= (0 if name == "mics_shard_size" else 1):
             continue
-        if name == "mics_shard_size":
-            message = "MiCS is gone from 0.19.8 on, which refuses mics_shard_size at start"
-            yield changed(target, "deepspeed-mics-gone", message, size)
         if stage != 3:
             message = f"{name} {size} does nothing under ZeRO {stage}: it is of ZeRO 3"
             yield changed(target, "deepspeed-shard-groups", message, size)
