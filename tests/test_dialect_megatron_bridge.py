@@ -195,6 +195,37 @@ def test_values(text, value):
     assert value_of(text) == value
 
 
+def test_a_variable_is_asked_for_where_it_decides():
+    """checkpoint.async_save=$ASYNC is nobody's matter; the tensor parallel degree is."""
+    launch = of(f"{RUN} --recipe llama3_8b_pretrain_config checkpoint.async_save=$ASYNC")
+    assert not launch.settings.findings
+    launch = of(f"{RUN} --recipe llama3_8b_pretrain_config model.tensor_model_parallel_size=$TP")
+    assert [f.rule for f in launch.settings.findings] == ["open-variable"]
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "world"),
+    [
+        # Releases 0.1 and 0.2.
+        ("setup_experiment.py --model_name llama3 --model_size 8b --gpu h100 -ng 8 -c bf16",
+         "llama3-8b", 8),
+        ("setup_experiment.py -m deepseek -mr deepseek_v3 -g h100 -ng 1024 -c fp8 --fp8_recipe sc",
+         "deepseek-v3", 1024),
+        ("launch_with_nemo_run.py --local --script run_recipe.py --recipe qwen3_8b_sft_config "
+         "--devices 4 --nodes 2 train.train_iters=10", "qwen3-8b", 8),
+        ("setup_experiment.py --nodes 2 --gpus-per-node 8 --account a --partition p "
+         "--recipe qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config --srun-arg=--mpi=pmix",
+         "qwen3-30b-a3b", 16),
+    ],
+)  # fmt: skip
+def test_launchers(words, model, world):
+    launch = of(f"python scripts/{words}")
+    assert launch.fields["model"] == model
+    assert launch.fields["ranks"] == world
+    assert not launch.unknown()
+    assert not launch.settings.findings
+
+
 def test_unknown_override_gets_the_nearest():
     launch = of(f"{RUN} --recipe llama3_8b_pretrain_config model.tensor_model_paralel_size=4")
     unknown = [(s.name, near) for s, near in launch.unknown()]

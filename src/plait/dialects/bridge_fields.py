@@ -63,6 +63,25 @@ def spell(argument: str) -> str | None:
     return _PLACES.get(argument, f"model.{argument}")
 
 
+#: Fields without which there is no layout, batch or model; of others nobody needs to know what a
+#: variable holds.
+_DECIDING = frozenset(
+    "model.sequence_parallel model.cp_comm_type model.hierarchical_context_parallel_sizes "
+    "model.pipeline_model_parallel_layout model.num_layers_in_first_pipeline_stage "
+    "model.num_layers_in_last_pipeline_stage model.seq_length dataset.seq_length "
+    "dataset.sequence_length train.global_batch_size train.micro_batch_size mixed_precision "
+    "model.recompute_granularity model.recompute_modules ddp.use_distributed_optimizer "
+    "optimizer.use_distributed_optimizer ddp.use_megatron_fsdp dist.use_torch_fsdp2 "
+    "ddp.data_parallel_sharding_strategy ddp.num_distributed_optimizer_instances "
+    "model.num_layers model.num_attention_heads model.num_query_groups model.num_moe_experts "
+    "model.kv_channels model.moe_router_topk recipe".split()
+)
+
+
+def _decides(path: str) -> bool:
+    return path in _DECIDING or (path.startswith("model.") and path.endswith("_size"))
+
+
 #: Names of precision recipes -> (dtype, whether gradients are reduced in float32, in what the
 #: matrices are multiplied) (training/mixed_precision.py).
 _LOW = {
@@ -125,6 +144,7 @@ def resolved(recipe: Recipe | None, said: list[Setting], synced: bool) -> Contai
             anew where the launch changes its stages.
     """
     name, fields = (recipe.name, recipe.settings) if recipe else ("", {})
+    said = [s if not s.open or _decides(s.name) else Setting(s.name, None, s.where) for s in said]
     base = {path: Setting(path, value, f"recipe {name}") for path, value in fields.items()}
     own = {setting.name: setting for setting in said}
     whole = tuple(f"{path}." for path in own if "." not in path)
