@@ -492,6 +492,8 @@ def test_every_flavor_is_a_model():
         ("(" * 5000, ".py"),
         ("x = 10 ** 400 ** 400\ndef f() -> Trainer.Config:\n    return f()\n", ".py"),
         ("def f() -> T.Config:\n    while True:\n        x = 'a' * 10**12\n    return x\n", ".py"),
+        ("x = [list(range(10**5)) for i in range(10**5)]\ny = [*x, *x] * 1000\n", ".py"),
+        ("def f() -> T.Config:\n    return T.Config(optimizer=a(lr=float('nan')))\n", ".py"),
         ("[model\nname = 3", ".toml"),
         ("[training]\nlocal_batch_size = nan\nseq_len = inf\n", ".toml"),
         ("[parallelism]\ntensor_parallel_degree = [1, 2]\n", ".toml"),

@@ -260,7 +260,7 @@ class Reader:
         for node in nodes:
             value = self.value(node, scope)
             spread = isinstance(node, ast.Starred) and isinstance(value, list | tuple | range)
-            found += list(value)[:LONGEST] if spread else [value]
+            found += self._charged(list(value)[:LONGEST]) if spread else [value]
         return found
 
     def _dict(self, node: ast.Dict, scope: dict[str, Any]) -> dict[Any, Any]:
@@ -300,7 +300,13 @@ class Reader:
         except (ArithmeticError, TypeError, ValueError):
             return Open(ast.unparse(node)[:80])
         large = isinstance(value, int | float) and not -LARGEST < value < LARGEST
-        return Open("a number beyond all bounds") if large else value
+        return Open("a number beyond all bounds") if large else self._charged(value)
+
+    def _charged(self, value: Any) -> Any:
+        """What takes room counts as steps: nothing grows without end."""
+        if isinstance(value, str | list | tuple | dict):
+            self._left -= len(value) // 8
+        return value
 
     def _unary(self, node: ast.UnaryOp, scope: dict[str, Any]) -> Any:
         value = self.value(node.operand, scope)
@@ -404,7 +410,7 @@ class Reader:
                 return Open(word) if local or self.world is None else self.world
             return self._variable(*args[:2])
         if name in PLAIN:
-            return plainly(name, args, named)
+            return self._charged(plainly(name, args, named))
         if name.startswith("?.") and function.args:
             return method(word, function.args[0], args)
         if word == "add_argument":

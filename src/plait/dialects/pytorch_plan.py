@@ -32,6 +32,8 @@ _BLOCKS = {
     "attention": ("attn", "attention"),
     "mlp": ("mlp", "feed_forward", "ffn", "feedforward", "ff"),
 }
+#: Names that say nothing outside of such a block.
+_EITHER = ("in_proj", "out_proj", "proj", "o", "q", "k", "v", "up", "down", "gate")
 _COLUMN = ("ColwiseParallel", "AsyncColwiseParallel", "Float8ColwiseParallel")
 _ROW = ("RowwiseParallel", "AsyncRowwiseParallel", "Float8RowwiseParallel")
 
@@ -70,7 +72,7 @@ def role_of(pattern: str) -> str | None:
             if role or leaf in ("c_attn", "c_fc"):
                 return f"{kind} in"
             return None
-    return role
+    return None if leaf in _EITHER else role
 
 
 def plan_of(calls: list[Made]) -> Plan:
@@ -108,8 +110,11 @@ def _add(plan: Plan, path: str, style: Any) -> None:
 
 
 def _shards_sequence(value: Any) -> bool:
+    """Dim 1 is the sequence; dim 0, where batch and sequence are one."""
     values = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(v, Made) and v.word == "Shard" and v.args[:1] == [1] for v in values)
+    return any(
+        isinstance(v, Made) and v.word == "Shard" and v.args[:1] in ([0], [1]) for v in values
+    )
 
 
 def unmatched(plan: Plan) -> Iterator[Finding]:
