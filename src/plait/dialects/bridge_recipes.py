@@ -89,7 +89,7 @@ def _recipe(name: str, hub: str, said: dict[str, Any]) -> Recipe:
     peft, finetunes = said.pop("peft", False), said.pop("finetunes", False)
     about = table["models"].get(hub, {})
     benchmark, connections = said.pop("benchmark", False), said.pop("connections", "")
-    rebuilt = said.pop("rebuilt", False)
+    rebuilt, unsaved = said.pop("rebuilt", False), said.pop("unsaved", False)
     words = table["words"]
     settings = {words[word]: value for word, value in (table["common"] | said).items()}
     settings.setdefault("model.seq_length", settings["dataset.seq_length"])
@@ -100,7 +100,8 @@ def _recipe(name: str, hub: str, said: dict[str, Any]) -> Recipe:
         hub,
         about.get("lacks", ""),
         about.get("encoder", False),
-        {path: value for path, value in settings.items() if value is not None},
+        {path: value for path, value in settings.items() if value is not None}
+        | (dict.fromkeys(("checkpoint.save", "checkpoint.load")) if unsaved else {}),
         int(gpus[1]) if gpus else None,
         peft,
         finetunes,

@@ -7,7 +7,7 @@ from typing import Any
 
 from plait.dialects.bridge_fields import TARGET, spell
 from plait.dialects.bridge_recipes import recipe, recipe_for
-from plait.dialects.launch import Written, note
+from plait.dialects.launch import Written, changed, note
 from plait.dialects.megatron_write import arguments_of
 from plait.spec import presets
 from plait.spec.findings import UserError
@@ -74,6 +74,12 @@ def command_of(job: Job) -> Written:
     if name == _PLAIN:
         message = "no recipe has this model: its sizes are overrides of one of no model's own"
         notes = [*notes, note(TARGET, "megatron-bridge-no-recipe", message, job.model.name)]
+    if name == _PLAIN and job.model.mla:
+        message = (
+            "the provider of that recipe has no latent attention: its sizes (model.kv_lora_rank, "
+            "...) are fields of MLAModelProvider, which Python must put in its place"
+        )
+        notes = [*notes, changed(TARGET, "megatron-bridge-write-mla", message)]
     order = sorted(fields, key=lambda path: _PARTS.index(path.partition(".")[0])
                    if path.partition(".")[0] in _PARTS else len(_PARTS))  # fmt: skip
     said = [f"{path}={_text(fields[path])}" for path in order]

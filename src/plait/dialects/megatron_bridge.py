@@ -73,11 +73,19 @@ def read(source: Source, told: Told) -> Launch:
         "peft": bool(recipe and recipe.peft),
         "encoder": bool(recipe and recipe.encoder and told.model is None),
     }
+    if container.on("ddp.use_megatron_fsdp"):
+        # What Bridge says of it is enough.
+        facts["ckpt_format"] = "fsdp_dtensor"
     held = told.model or model
     if held is not None:
         facts["num_layers"] = held.layers
         facts["mtp_num_layers"] = container.value("model.mtp_num_layers", int, 0)
         facts["num_experts"] = held.moe.experts if held.moe else None
+        facts["multi_latent_attention"] = held.mla is not None
+        # Providers of mixtures choose these, where Megatron's own defaults are others.
+        for name, value in (("moe_grouped_gemm", True), ("moe_token_dispatcher_type", "alltoall")):
+            if spell(name) not in container.settings:
+                facts[name] = value
     environment = dict(said.environment)
     if recipe and recipe.connections:
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", recipe.connections)
