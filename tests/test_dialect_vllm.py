@@ -234,6 +234,14 @@ def test_a_name_that_is_not_known_is_asked_for(explain):
     assert "Else-9000B" in answer["errors"][0]["message"]
 
 
+def test_later_releases_allow_longer_requests(explain):
+    words = "vllm serve Qwen/Qwen3-30B-A3B{} -tp 2 --max-model-len 131072"
+    assert explain(words.format(""))[0] == 1
+    assert explain(words.format("-Instruct-2507-FP8") + " -ep")[0] == 0
+    _, report = explain("vllm serve deepseek-ai/DeepSeek-R1-0528 -tp 8")
+    assert report["serving"]["max_len"] == 163840
+
+
 def test_unknown_options_have_a_nearest(explain):
     _, report = explain("vllm serve Qwen/Qwen3-8B --tensor-paralel-size 2")
     assert report["source"]["unknown"][0]["nearest"] == "--tensor-parallel-size"

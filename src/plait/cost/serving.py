@@ -140,7 +140,8 @@ class Serving:
         model: as the launch calls it, "" where it is a preset's own.
         dtype: of activations and of weights that are not quantised.
         weights: a scheme of `serving_memory.SCHEMES`. kv_dtype: as the engine spells it.
-        max_len: longest request, tokens of prompt and answer (None: the model's own).
+        max_len: longest request, tokens of prompt and answer (None: the model's own). positions:
+            that its published configuration allows, where they are more than the model says.
         max_requests, max_tokens: most requests, and tokens, of one step, as the engine counts
             them (see `limits`; None: what it finds out at start).
         fraction: of memory, see `Engine`. block: tokens of a block of the cache.
@@ -178,6 +179,7 @@ class Serving:
     weights: str | None = None
     kv_dtype: str = "auto"
     max_len: int | None = None
+    positions: int | None = None
     max_requests: int | None = None
     max_tokens: int | None = None
     fraction: float | None = None
@@ -340,6 +342,16 @@ def of_rank(serving: Serving, field: str) -> int | None:
     return next((x.of_rank for x in limits(serving) if options[x.option] == field), None)
 
 
+def allowed(serving: Serving, model: Model) -> int:
+    """Positions of the model, as published."""
+    return max(serving.positions or 0, model.seq)
+
+
+def longest(serving: Serving, model: Model) -> int:
+    """Tokens of prompt and answer that a request may have."""
+    return serving.max_len or allowed(serving, model)
+
+
 def carried(serving: Serving, engine: str) -> Serving:
     """What another engine can take over of a launch's choices, on the same layout: the model, its
     lengths and dtypes, and the most requests, counted as it counts them. Its cache's dtype is
@@ -348,7 +360,8 @@ def carried(serving: Serving, engine: str) -> Serving:
     each = {c.field: c.each for c in ENGINES[engine].limits}
     if requests is not None and each["max_requests"] == "engine":
         requests *= serving.attn_dp
-    kept = ("model", "dtype", "weights", "kv_dtype", "max_len", "redundant", "balanced")
+    kept = ("model", "dtype", "weights", "kv_dtype", "max_len", "positions", "redundant")
+    kept = (*kept, "balanced")
     return Serving(engine, max_requests=requests, **{k: getattr(serving, k) for k in kept})
 
 

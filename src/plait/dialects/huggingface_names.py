@@ -7,7 +7,7 @@ guessed.
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -36,12 +36,15 @@ class Named:
             dtype of the run says.
         exact: False where only the end of the name is known: a model tuned from another.
         note: what the fields leave out, "".
+        longest: positions that its configuration allows, where they are more than the fields say:
+            the tokens that an engine lets a request have.
     """
 
     fields: dict[str, Any]
     weights: str | None = None
     exact: bool = True
     note: str = ""
+    longest: int | None = None
 
 
 def named(repository: str) -> Named | None:
@@ -58,7 +61,10 @@ def named(repository: str) -> Named | None:
     dateless = [w for w in plain if not _DATE.fullmatch(w) and w != "thinking"]
     whole = next((n for n in map("".join, (exact, bare, plain, dateless)) if n in _models()), None)
     if whole is not None:
-        return _entry(whole, stored, True)
+        told = [w for w in plain if w != "thinking"]
+        names = map("".join, (exact, bare, plain, told, dateless))
+        longest = next((_longest()[n] for n in names if n in _longest()), None)
+        return replace(_entry(whole, stored, True), longest=longest)
     if _DRAFTS & set(words):
         return None
     ends = ("".join(dateless[i:]) for i in range(1, len(dateless) - 1))
@@ -100,6 +106,11 @@ def _entry(key: str, stored: str | None, exact: bool) -> Named:
 def _table() -> dict[str, Any]:
     path = files("plait.dialects").joinpath("known", "hf_models.json")
     return json.loads(path.read_text("utf-8"))
+
+
+@lru_cache(1)
+def _longest() -> dict[str, int]:
+    return {"".join(name.split("-")): n for name, n in _table()["longest"].items()}
 
 
 @lru_cache(1)

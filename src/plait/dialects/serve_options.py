@@ -318,6 +318,12 @@ def called(settings: Settings, name: str) -> str:
     return str(setting.value) if setting is not None and not setting.open else ""
 
 
+def positions(settings: Settings, name: str) -> int | None:
+    """Positions that the model's configuration allows, by its name."""
+    known = named(called(settings, name)) if "model" not in settings.told else None
+    return known.longest if known else None
+
+
 def shape(fields: Mapping[str, Any], told: Told) -> Model | None:
     """The model, where it is known by now."""
     if told.model is not None:

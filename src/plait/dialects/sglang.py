@@ -152,6 +152,7 @@ def _serving(
     return Serving(
         "sglang",
         model=options.called(settings, "--model-path"),
+        positions=options.positions(settings, "--model-path"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(quantization, stored),
         kv_dtype=take(settings, "--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",

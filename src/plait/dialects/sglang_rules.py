@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
+from plait.cost.serving import allowed
 from plait.dialects.launch import AT_START, Launch, changed, note, refused
 from plait.spec.findings import Finding
 from plait.spec.job import Job
@@ -231,7 +232,8 @@ def _nodes(facts: Mapping[str, Any], launch: Launch, job: Job) -> Iterator[Findi
     if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
         words = f"--mem-fraction-static {fraction} is not between 0 and 1"
         yield refused(_ENGINE, "sglang-memory-fraction", AT_START, words, fraction)
-    serving, longest = launch.serving, job.model.seq
+    serving = launch.serving
+    longest = allowed(serving, job.model) if serving else job.model.seq
     if serving is not None and serving.max_len is not None and serving.max_len > longest:
         words = (
             f"--context-length {serving.max_len:,} is beyond the {longest:,} of {job.model.name}: "

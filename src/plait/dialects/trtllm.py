@@ -176,6 +176,7 @@ def _serving(settings: Settings, stored: str | None, facts: dict[str, Any]) -> S
     return Serving(
         "trtllm",
         model=options.called(settings, "model"),
+        positions=options.positions(settings, "model"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(algorithm, stored),
         kv_dtype=str(kv or "auto").lower(),

@@ -7,6 +7,7 @@ feature combination matrix.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from plait.cost.serving import allowed
 from plait.dialects.launch import AT_START, Launch, changed, note, refused
 from plait.spec.findings import Finding
 from plait.spec.job import Job
@@ -127,8 +128,9 @@ def _values(facts: Mapping[str, Any], launch: Launch, job: Job) -> Iterator[Find
         words = f"--gpus_per_node {node}, and a node of {job.cluster.name} has {here}"
         yield changed(_ENGINE, "trtllm-node", words, node)
     serving = launch.serving
-    if serving is not None and serving.max_len and serving.max_len > job.model.seq:
-        words = f"--max_seq_len {serving.max_len:,} is beyond the {job.model.seq:,} of the model"
+    longest = allowed(serving, job.model) if serving else job.model.seq
+    if serving is not None and serving.max_len and serving.max_len > longest:
+        words = f"--max_seq_len {serving.max_len:,} is beyond the {longest:,} of the model"
         yield changed(_ENGINE, "trtllm-max-seq-len", words, serving.max_len)
 
 

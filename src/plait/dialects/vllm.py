@@ -150,6 +150,7 @@ def _serving(
     serving = Serving(
         "vllm",
         model=options.called(settings, "--model"),
+        positions=options.positions(settings, "--model"),
         dtype=options.DTYPES.get(str(dtype).lower(), "bfloat16"),
         weights=options.weights_of(quantization, stored),
         kv_dtype=take(settings, "--kv-cache-dtype", str, "auto", "dtype of the cache") or "auto",

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
+from plait.cost.serving import allowed
 from plait.dialects.launch import AT_START, Launch, changed, note, refused
 from plait.spec.findings import Finding, closest
 from plait.spec.job import Job
@@ -218,11 +219,11 @@ def _cache(facts: Mapping[str, Any], launch: Launch, job: Job) -> Iterator[Findi
     if not isinstance(fraction, float) or not 0 < fraction <= 1:
         words = f"--gpu-memory-utilization {fraction} is not above 0 and at most 1"
         yield refused(_ENGINE, "vllm-memory-fraction", AT_START, words, fraction)
-    length, longest = serving.max_len, job.model.seq
-    allowed = launch.environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
+    length, longest = serving.max_len, allowed(serving, job.model)
+    lets_pass = launch.environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if length is not None and length > longest and facts["told_len"] is not None:
         words = f"--max-model-len {length:,} is beyond the {longest:,} of {job.model.name}"
-        if allowed:
+        if lets_pass:
             words += ", which VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets pass"
             yield changed(_ENGINE, "vllm-max-model-len", words, length)
         else:

@@ -14,7 +14,7 @@ from plait.cost.dtypes import dtypes_of
 from plait.cost.links import far_axes
 from plait.cost.memory import memory
 from plait.cost.recipes import recipe_of
-from plait.cost.serving import Serving, limits, stage_layers
+from plait.cost.serving import Serving, limits, longest, stage_layers
 from plait.cost.traffic import traffic
 from plait.report.serving import grids as serving_grids
 from plait.report.serving import memory as serving_memory
@@ -117,7 +117,7 @@ def _serving(
             "micro": None,
             "global": requests.in_all,
             "accumulation": None,
-            "seq_len": serving.max_len or job.model.seq,
+            "seq_len": longest(serving, job.model),
             "tokens_per_step": tokens.of_rank,
             "dtype": serving.dtype,
             "grad_dtype": None,

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from plait.cost.serving import Serving, limits, of_rank, stage_layers
+from plait.cost.serving import Serving, limits, longest, of_rank, stage_layers
 from plait.cost.serving_memory import (
     context_bytes,
     kv_copies,
@@ -67,7 +67,7 @@ def section(job: Job, serving: Serving, findings: Sequence[Finding], legal: bool
         "weights": serving.weights or serving.dtype,
         "kv_dtype": serving.dtype if serving.kv_dtype == "auto" else serving.kv_dtype,
         "block_tokens": serving.tokens_of_block * serving.kv_cp,
-        "max_len": serving.max_len or job.model.seq,
+        "max_len": longest(serving, job.model),
         "experts_per_rank": _experts(job, serving),
         "redundant_experts": serving.redundant,
         "exchange": serving.exchange if job.model.moe else None,
@@ -85,7 +85,7 @@ def _experts(job: Job, serving: Serving) -> int | None:
 
 def _numbers(job: Job, serving: Serving) -> dict[str, Any]:
     model, cluster = job.model, job.cluster
-    length = serving.max_len or model.seq
+    length = longest(serving, model)
     weights = stage_weights(model, serving)
     each = [_whole(n) for n in token_bytes(model, serving)]
     requests = [round(n) for n in request_bytes(model, serving, length)]
@@ -165,7 +165,7 @@ def memory(job: Job, serving: Serving) -> dict[str, Any]:
     """REPORT's `memory`: weights, what a step needs, and the cache of one longest request. It fits
     where the cache that is left on each stage has room for one."""
     model, cluster = job.model, job.cluster
-    length = serving.max_len or model.seq
+    length = longest(serving, model)
     requests = [round(n) for n in request_bytes(model, serving, length)]
     rows = []
     for stage, (held, working, cache) in enumerate(

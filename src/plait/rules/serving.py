@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
-from plait.cost.serving import Serving, stage_layers
+from plait.cost.serving import Serving, longest, stage_layers
 from plait.cost.serving_memory import (
     kv_copies,
     kv_heads,
@@ -263,7 +263,7 @@ def longest_request(job: Job, serving: Serving) -> Iterator[Finding]:
     if job.cluster is None:
         return
     model, device = job.model, job.cluster.memory
-    length = serving.max_len or model.seq
+    length = longest(serving, model)
     pools = pool_bytes(model, serving, device)
     needed = request_bytes(model, serving, length)
     short = [s for s, pool in enumerate(pools) if pool < needed[s]]
