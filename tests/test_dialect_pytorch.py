@@ -2,6 +2,8 @@
 
 import ast
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -347,3 +349,13 @@ def test_hostile(text):
 def test_the_template_is_python():
     made = draft("plan", None, {"model": "tiny", "ranks": 2, "layout.tp": 2})
     ast.parse(next(iter(pytorch.write(made.job).files.values())))
+
+
+def test_commands_of_the_page(capsys):
+    page = Path(__file__).parent.parent / "docs" / "dialects" / "pytorch.md"
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert lines
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, line
+    capsys.readouterr()

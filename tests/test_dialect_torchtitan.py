@@ -2,6 +2,8 @@
 
 import ast
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -510,3 +512,13 @@ def test_hostile(text, suffix, tmp_path):
     else:
         lines = [finding.line() for finding in launch.settings.findings]
     assert not any("\n" in line for line in lines)
+
+
+def test_commands_of_the_page(capsys):
+    page = Path(__file__).parent.parent / "docs" / "dialects" / "torchtitan.md"
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert lines
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, line
+    capsys.readouterr()

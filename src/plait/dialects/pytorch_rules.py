@@ -114,7 +114,7 @@ def _forgotten(facts: Mapping[str, Any], job: Job) -> Iterator[Finding]:
             f" of their parameters instead of {total // tp:,}"
         )
         yield changed(_TARGET, "pytorch-mlp-whole", message, tp)
-    if not roles & {"embedding", "head"} and counts["ends"]:
+    if roles and not roles & {"embedding", "head"} and counts["ends"]:
         message = (
             f"no plan names the embedding or the head: each tp rank holds all {counts['ends']:,}"
             f" of their parameters, and logits of all {job.model.vocab} words"
