@@ -164,8 +164,9 @@ def launched(
         notes.append(assumed)
     made = draft("plan", None, fields)
     if not any(key.partition(".")[0] == "model" for key in fields):
-        message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
-        wrong.append(error("model", None, message, rule="no-model"))
+        if not any(f.where == "model" for f in wrong):
+            message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
+            wrong.append(error("model", None, message, rule="no-model"))
         made = replace(made, findings=[f for f in made.findings if f.rule != "no-model"])
     judge = _judge(launch)
     question = replace(_question(made, wrong, judge), launch=launch)
