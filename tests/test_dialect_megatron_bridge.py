@@ -17,7 +17,7 @@ from plait.dialects.bridge_python import read_python
 from plait.dialects.bridge_words import read_words, value_of
 from plait.dialects.flags import Word
 from plait.dialects.launch import Told
-from plait.dialects.source import Source
+from plait.dialects.source import Source, read_file
 from plait.spec.findings import UserError
 from plait.spec.jobfile import draft
 
@@ -389,6 +389,34 @@ def test_a_script_beside_the_launch_is_read():
     assert launch.fields["model"] == "llama3.2-1b"
     assert launch.fields["layout.tp"] == 4
     assert launch.fields["ranks"] == 4
+
+
+def test_a_test_with_a_table_of_recipes(tmp_path):
+    """The shape of tests/functional_tests: pytest under torchrun, named from the root."""
+    tests = tmp_path / "tests" / "recipes"
+    tests.mkdir(parents=True)
+    (tests / "test_small.py").write_text(
+        """
+from megatron.bridge.recipes.llama import llama32_1b_pretrain_config as small
+
+RECIPES = [
+    (small, "small", {"tensor_model_parallel_size": 2}, {"num_layers": 2}, {}),
+    (small, "other", {}, {}, {}),
+]
+"""
+    )
+    script = tmp_path / "launch" / "active" / "run.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(
+        "uv run python -m torch.distributed.run --nproc_per_node=2 --nnodes=1 -m coverage run "
+        "--data-file=x -m pytest -o log_cli=true -v -s -rA tests/recipes/test_small.py\n"
+    )
+    launch = bridge.read(read_file(script), Told())
+    assert launch.fields["model"] == "llama3.2-1b"
+    assert launch.fields["model.layers"] == 2
+    assert launch.fields["layout.tp"] == 2
+    assert launch.fields["ranks"] == 2
+    assert not launch.unknown()
 
 
 def test_a_container_of_providers():

@@ -101,7 +101,8 @@ def _command(source: Source) -> Said:
     script = shell.read(source)
     best: tuple[int, launchers.Run, Words] | None = None
     for run in launchers.runs(script):
-        words = read_words(run.words)
+        tests = run.name == "pytest"
+        words = Words({}, [], loose=list(run.words)) if tests else read_words(run.words)
         rank = _rank(run, words)
         if rank and (best is None or rank > best[0]):
             best = rank, run, words
@@ -123,6 +124,8 @@ def _command(source: Source) -> Said:
 
 def _rank(run: launchers.Run, words: Words) -> int:
     """How surely a command is a launch of Megatron-Bridge; 0: it is none."""
+    if run.name == "pytest":
+        return 1 + run.command.sure if any(w.text.endswith(".py") for w in words.loose) else 0
     flags = words.flags.keys() & {"--recipe", "--model_recipe_name", "--recipe_name"}
     selects = bool(flags) or ("--model" in words.flags and "--mode" in words.flags)
     selects = selects or {"--model_name", "--model_size"} <= words.flags.keys()
@@ -170,10 +173,7 @@ def _base(said: Said, run: launchers.Run, words: Words, source: Source) -> None:
             where = f"{given.where} {given.name}".strip()
             said.findings.append(error(where, name, message, near, "megatron-bridge-recipe"))
         return
-    if not run.program.text.endswith(".py"):
-        return
-    # The folder of a script is often asked of the shell, and is that of the launch.
-    for path in (run.name,) if run.program.open else (run.program.text, run.name):
+    for path in _scripts(run, words):
         try:
             program = read_python(source.beside(path))
         except UserError:
@@ -181,6 +181,18 @@ def _base(said: Said, run: launchers.Run, words: Words, source: Source) -> None:
         said.settings += program.settings
         said.recipe, said.model, said.hub = program.recipe, program.model, program.hub
         return
+
+
+def _scripts(run: launchers.Run, words: Words) -> list[str]:
+    """Where the script that a command runs may lie, from the folder of the launch."""
+    if run.name == "pytest":
+        # Tests are named from the root of a repository, somewhere above the launch.
+        tests = [w.text for w in words.loose if w.text.endswith(".py") and not w.open]
+        return ["../" * up + path for path in tests for up in range(8)]
+    if not run.program.text.endswith(".py"):
+        return []
+    # The folder of a script is often asked of the shell, and is that of the launch.
+    return [run.name] if run.program.open else [run.program.text, run.name]
 
 
 def _benchmark(said: Said, model: str, flags: Mapping[str, Setting], text: Any) -> str:

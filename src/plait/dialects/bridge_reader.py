@@ -109,7 +109,28 @@ class Reader:
                 self.found = []
                 self._called(function, [], {}, names)
                 made = self._whole(self.found)
-        return made
+        return made or self._listed(tree, names)
+
+    def _listed(self, tree: ast.Module, names: dict[str, Any]) -> Node | None:
+        """The first recipe of a table of recipes with what each of them shall differ in:
+        (recipe, "name", {"tensor_model_parallel_size": 2}), parts of the container or fields of
+        its model."""
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Tuple) or not node.elts:
+                continue
+            name = _name(node.elts[0]).rpartition(".")[2]
+            base = recipe(self.aliases.get(name, name))
+            if base is None:
+                continue
+            made = Node("ConfigContainer", {}, node.lineno, base)
+            for part in node.elts[1:]:
+                said = self.value(part, names)
+                if isinstance(said, Node):
+                    nested = all(isinstance(v, Node) for v in said.fields.values())
+                    owner = made if nested else made.fields.setdefault("model", Node())
+                    owner.fields |= said.fields
+            return made
+        return None
 
     @staticmethod
     def _whole(found: list[Node]) -> Node | None:
