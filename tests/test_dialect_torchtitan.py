@@ -377,11 +377,14 @@ context_parallel_degree = 2
 # -- what is written
 
 
+MOE = ["deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b"]
+
+
 def _jobs():
     dense = st.sampled_from(["llama3.1-8b", "llama2-7b", "qwen3-8b", "tiny"])
     return st.fixed_dictionaries(
         {
-            "model": st.one_of(dense, st.sampled_from(["deepseek-v2-lite", "qwen3-30b-a3b"])),
+            "model": st.one_of(dense, st.sampled_from(MOE)),
             "tp": st.sampled_from([1, 2, 4]),
             "cp": st.sampled_from([1, 2]),
             "pp": st.sampled_from([1, 2]),
@@ -409,7 +412,7 @@ def _job(drawn):
         zero = 3
     if (pp > 1 and (single != (vpp == 1))) or (pp == 1 and vpp > 1):
         return None
-    moe = drawn["model"] in ("deepseek-v2-lite", "qwen3-30b-a3b")
+    moe = drawn["model"] in MOE
     ep = drawn["ep"] if moe else 1
     if zero == 0 and (drawn["tp"] * drawn["cp"]) % ep:
         return None  # experts are never spread over replicas
@@ -464,6 +467,8 @@ def test_round_trip(drawn):
             assert again.job.layout.schedule == job.layout.schedule
         assert again.job.model.layers == job.model.layers
         assert again.job.model.vocab == job.model.vocab
+        experts = [m.moe and (m.moe.experts, m.moe.topk) for m in (again.job.model, job.model)]
+        assert experts[0] == experts[1]
         assert not [f for f in torchtitan.check(launch, again.job) if f.level == "error"] or (
             job.model.tied and job.layout.pp > 1
         )
@@ -475,6 +480,18 @@ def test_what_it_cannot_say_is_noted(plait):
     answer = json.loads(out)
     said = {n["rule"] for n in answer["notes"]}
     assert {"torchtitan-schedule", "torchtitan-zero"} <= said, (code, err)
+
+
+def test_models_without_a_flavor(plait):
+    """Of llama3's blocks, of qwen3's where there are experts; what they lack is said."""
+    for model, lacks in (("gpt2", "positions"), ("mixtral-8x7b", "qk_norm")):
+        code, out, _ = plait("convert", model, "--ranks", 8, "--to", "torchtitan", "--json")
+        answer = json.loads(out)
+        assert code == 0
+        said = next(n["message"] for n in answer["notes"] if n["rule"] == "torchtitan-model")
+        assert lacks in said
+    code, out, _ = plait("convert", "tiny-mla", "--ranks", 2, "--to", "torchtitan", "--json")
+    assert code == 1
 
 
 def test_every_flavor_is_a_model():

@@ -71,17 +71,13 @@ def train() -> Trainer.Config:
 _MODEL = '''\
 
 def model_spec():
-    """{name}: blocks of llama3 of another size."""
-    spec = model_registry("debugmodel"{attention})
+    """{name}: blocks of {family} of another size."""
+    spec = model_registry("{flavor}", attn_backend="flex")
     base = spec.model
-    layers = _build_llama3_layers(
-        n_layers={layers},
-        dim={hidden},
-        n_heads={heads},
-        n_kv_heads={kv_heads},
-        hidden_dim={ffn},
+    layers = {builder}(
+{sizes}
         rope=replace(base.layers[0].attention.rope, dim={head_dim}, theta={rope_theta}),
-        attn_backend="{backend}",
+        attn_backend="flex",
     )
     model = replace(
         base,
@@ -98,6 +94,19 @@ def model_spec():
     return replace(spec, flavor="{name}", model=model)
 
 '''
+#: What a model without a flavor is built of -> (flavor to start from, builder, what its blocks
+#: are).
+_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama3": ("debugmodel", "_build_llama3_layers", {"qk_norm": None}),
+    "qwen3": ("debugmodel_moe", "_build_qwen3_moe_layers", {"qk_norm": "head"}),
+}
+#: Choices of a model that all of them share.
+_CHOICES: dict[str, Any] = {
+    "mlp": "swiglu", "norm": "rms", "norm_at": "input", "positions": "rope", "qkv_bias": False,
+    "o_bias": False, "mlp_bias": False, "window": None, "attention_softcap": None,
+    "logit_softcap": None, "norm_offset": False, "embed_scale": False, "embed_norm": False,
+    "sinks": False, "dropout": 0.0, "attention_scale": None, "mla": None,
+}  # fmt: skip
 
 
 def files_of(job: Job) -> Written:
@@ -105,12 +114,11 @@ def files_of(job: Job) -> Written:
     config, notes = config_of(job)
     notes = [n for n in notes if n.rule != "torchtitan-model"]
     flavor = flavor_of(job.model)
-    if flavor is None and not _like_llama(job.model):
-        message = f"it has no flavor of {job.model.name}, and its blocks of llama3 are not alike"
+    if job.model.mla is not None and flavor is None:
+        message = f"it has no flavor of {job.model.name}, and no blocks with such latent attention"
         return Written({}, [Finding("error", "torchtitan-model", f"TorchTitan: {message}")])
     if flavor is None:
-        message = f"it has no flavor of {job.model.name}; the recipe builds it of llama3's blocks"
-        notes.append(note("TorchTitan", "torchtitan-model", message))
+        notes.append(note("TorchTitan", "torchtitan-model", _built(job.model)))
     notes += _refusals(job, config, "main")
     words = f"{launch_words(job.layout)} -m torchtitan.train"
     command = f"{words} --module plait_recipe --config train"
@@ -120,19 +128,23 @@ def files_of(job: Job) -> Written:
     return Written(files, notes)
 
 
-def _like_llama(model: Model) -> bool:
-    plain = not (
-        model.moe or model.mla or model.qk_norm or model.qkv_bias or model.o_bias
-        or model.mlp_bias or model.window or model.attention_softcap or model.logit_softcap
-        or model.norm_offset or model.embed_scale or model.embed_norm or model.sinks
-        or model.dropout or model.attention_scale
-    )  # fmt: skip
-    alike = (model.mlp, model.norm, model.norm_at, model.positions)
-    return (
-        plain
-        and alike == ("swiglu", "rms", "input", "rope")
-        and model.head_dim * model.heads == model.hidden
-    )
+def _family(model: Model) -> str:
+    return "llama3" if model.moe is None else "qwen3"
+
+
+def _built(model: Model) -> str:
+    """what a model without a flavor is built of, and what is other there."""
+    family = _family(model)
+    usual = _CHOICES | _FAMILIES[family][2]
+    other = [name for name, value in usual.items() if getattr(model, name) != value]
+    if family == "llama3" and model.head_dim * model.heads != model.hidden:
+        other.append("head_dim")
+    moe = model.moe
+    if moe is not None:
+        other += ["shared experts"] if moe.shared else []
+        other += ["dense layers"] if moe.first_dense or moe.every > 1 else []
+    message = f"it has no flavor of {model.name}; the recipe builds it of {family}'s blocks"
+    return f"{message}, which differ in {', '.join(other)}" if other else message
 
 
 def _refusals(job: Job, config: dict[str, Any], version: str) -> list[Finding]:
@@ -151,7 +163,7 @@ def _refusals(job: Job, config: dict[str, Any], version: str) -> list[Finding]:
 
 def _recipe(job: Job, config: dict[str, Any], flavor: tuple[str, str] | None, command: str) -> str:
     older, _ = config_of(job, "0.3.0")
-    name, size = flavor or ("llama3", "")
+    name, size = flavor or (_family(job.model), "")
     base = _BASES.get(name, f"{name}_debugmodel")
     batch = {"num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step"}
     batch |= {"max_context_length", "local_batch_size", "global_batch_size", "seq_len"}
@@ -174,7 +186,7 @@ def _recipe(job: Job, config: dict[str, Any], flavor: tuple[str, str] | None, co
         tokens_pipeline=_dict(config["parallelism"], pipeline),
         samples=_dict(older["training"], batch),
         samples_pipeline=_dict(older["parallelism"], pipeline),
-        model="" if flavor else _custom(job.model, attention, backend),
+        model="" if flavor else _custom(job.model),
         base=base,
         spec=f'model_registry("{size}"{attention})' if flavor else "model_spec()",
         training=_arguments(training),
@@ -187,7 +199,7 @@ def _recipe(job: Job, config: dict[str, Any], flavor: tuple[str, str] | None, co
 
 
 def _imports(name: str, base: str, custom: bool, recompute: str | None) -> list[str]:
-    built = ["from torchtitan.models.llama3 import _build_llama3_layers, model_registry"]
+    builder = f"{_FAMILIES[name][1]}, " if custom else ""
     checkpoint = f"from torchtitan.distributed.activation_checkpoint import {recompute}"
     return [
         f"from dataclasses import fields{', replace' if custom else ''}",
@@ -197,17 +209,33 @@ def _imports(name: str, base: str, custom: bool, recompute: str | None) -> list[
         "from torchtitan.config import ParallelismConfig, TrainingConfig",
         *([checkpoint] if recompute else []),
         "from torchtitan.models.common.config_utils import decoder_vocab_size",
-        *(built if custom else [f"from torchtitan.models.{name} import model_registry"]),
+        f"from torchtitan.models.{name} import {builder}model_registry",
         f"from torchtitan.models.{name}.config_registry import {base}",
         "from torchtitan.trainer import Trainer",
     ]
 
 
-def _custom(model: Model, attention: str, backend: str) -> str:
-    sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "head_dim", "vocab", "tied")
-    values = {size: getattr(model, size) for size in (*sizes, "rope_theta")}
+def _custom(model: Model) -> str:
+    family = _family(model)
+    flavor, builder, _ = _FAMILIES[family]
+    sizes: dict[str, Any] = {
+        "n_layers": model.layers, "dim": model.hidden, "n_heads": model.heads,
+        "n_kv_heads": model.kv_heads,
+    }  # fmt: skip
+    head_dim = model.hidden // model.heads
+    if model.moe is None:
+        sizes["hidden_dim"] = model.ffn
+    else:
+        head_dim = model.head_dim
+        sizes |= {"head_dim": head_dim, "moe_hidden_dim": model.moe.ffn}
+        sizes |= {"num_experts": model.moe.experts, "top_k": model.moe.topk}
+        sizes["moe_comm_backend"] = "standard"
     name = "".join(c for c in model.name if c.isalnum() or c in "._-")[:60] or "custom"
-    return _MODEL.format(name=name, attention=attention, backend=backend, **values)
+    return _MODEL.format(
+        name=name, family=family, flavor=flavor, builder=builder, sizes=_arguments(sizes),
+        head_dim=head_dim, rope_theta=model.rope_theta, hidden=model.hidden, vocab=model.vocab,
+        tied=model.tied,
+    )  # fmt: skip
 
 
 def _dict(options: dict[str, Any], names: Any) -> str:

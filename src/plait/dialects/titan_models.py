@@ -34,7 +34,9 @@ def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict
     """
     sizes = _own_sizes(settings)
     if sizes and told.model is None:
-        facts |= {"model": "llama3", "flavor": sizes["model.name"], "experts": False}
+        experts = "model.moe.experts" in sizes
+        family = "qwen3" if "model.qk_norm" in sizes else "llama3"
+        facts |= {"model": family, "flavor": sizes["model.name"], "experts": experts}
         return sizes
     if facts["version"] != "0.2.2" and not {"model.name", "model.flavor"} <= settings.said.keys():
         facts |= {"model": None, "flavor": None, "experts": _experts(told)}
@@ -89,8 +91,13 @@ def _of_the_hub(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     return dict(found.fields)
 
 
-#: What a recipe that builds llama3's blocks itself calls sizes -> the same of a job file.
+#: What a recipe that builds blocks itself calls sizes -> the same of a job file.
 _SIZES: dict[str, tuple[str, type]] = {
+    "model.head_dim": ("model.head_dim", int),
+    "model.qk_norm": ("model.qk_norm", str),
+    "model.num_experts": ("model.moe.experts", int),
+    "model.top_k": ("model.moe.topk", int),
+    "model.moe_hidden_dim": ("model.moe.ffn", int),
     "model.n_layers": ("model.layers", int),
     "model.dim": ("model.hidden", int),
     "model.n_heads": ("model.heads", int),

@@ -288,9 +288,10 @@ def _spec(value: Any, model: str | None) -> Iterator[Setting]:
 
 
 def _sizes(model: Made) -> Iterator[Setting]:
-    """A model that a recipe builds of llama3's blocks."""
+    """A model that a recipe builds of llama3's or qwen3's blocks."""
     layers = model.fields.get("layers")
-    if not isinstance(layers, Made) or layers.word != "_build_llama3_layers":
+    builders = ("_build_llama3_layers", "_build_qwen3_layers", "_build_qwen3_moe_layers")
+    if not isinstance(layers, Made) or layers.word not in builders:
         return
     rope = layers.fields.get("rope")
     found = {**layers.fields, **(rope.fields if isinstance(rope, Made) else {}), **model.fields}
@@ -298,6 +299,8 @@ def _sizes(model: Made) -> Iterator[Setting]:
     for name, value in found.items():
         if isinstance(value, int | float):
             yield Setting(f"model.{name}", value)
+    if "qwen3" in layers.word:
+        yield Setting("model.qk_norm", "head")
 
 
 def _activations(value: Any) -> Iterator[Setting]:
