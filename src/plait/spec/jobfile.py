@@ -180,7 +180,9 @@ def draft_job(
     train = _train_defaults(purpose, train, spec)
     micro = layout.micro_batch if "micro_batch" in tables["layout"] else None
     batch = _batch(purpose, layout.dp, micro, train, findings) if whole else None
-    batch = batch or Batch(layout.micro_batch, layout.micro_batch * layout.dp, 1)
+    if batch is None:
+        micro, accumulation = layout.micro_batch, min(train.accumulation or 1, LARGEST)
+        batch = Batch(micro, micro * layout.dp * accumulation, accumulation)
     train = replace(train, global_batch=batch.global_, accumulation=batch.accumulation)
     layout = replace(layout, micro_batch=batch.micro)
     if whole and stages == "cost":
@@ -440,7 +442,8 @@ def _layout(
     counts = {k: v for k, v in counts.items() if k not in several}
     # Whether sequence parallelism suits the batch is not known without a batch; and whether a
     # degree suits the ranks has been said, if they are known.
-    counts |= sound_ones | {"sequence_parallel": False, "dp_replicate": world or 1}
+    copies = {"dp_replicate": world or 1, "dp_shard": 1}
+    counts |= sound_ones | copies | {"sequence_parallel": False}
     return Layout(**counts), False
 
 
