@@ -244,6 +244,8 @@ def test_memory_bars_are_to_the_scale_of_the_device(case):
     held = said["memory"]
     bars = [b for b in next(tree.all("div", class_="bars")).all("div", class_="bar")]
     labels = [bar.attributes["aria-label"] for bar in bars]
+    for label in labels:  # one stage, or several that are alike
+        assert re.match(r"stage \d+, |stages \d+[-,]", label), label
     besides = {"reserved": held["reserved_bytes"], "context": held["context_bytes"]}
     scale = max(held["device_bytes"], held["peak_bytes"] + sum(besides.values()))
     for row in held["by_stage"]:

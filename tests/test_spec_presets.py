@@ -287,5 +287,12 @@ def test_broken_cluster_file_all_at_once(tmp_path):
     path = tmp_path / "mine.json"
     broken = CLUSTER | {"node": 0, "memorry": 3, "peak_flops": {"bfloat16": "fast"}, "link": "x"}
     path.write_text(json.dumps({k: v for k, v in broken.items() if k != "devices"}))
-    wheres = {f.where.rpartition(".")[2] for f in refused(presets.cluster, str(path))}
-    assert wheres == {"node", "memorry", "peak_flops", "link", "devices"}
+    wheres = {f.where.removeprefix(f"{path}.") for f in refused(presets.cluster, str(path))}
+    assert wheres == {"node", "memorry", "peak_flops.bfloat16", "link", "devices"}
+
+
+def test_a_peak_that_is_none_is_named(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(CLUSTER | {"peak_flops": {"bfloat16": None, "float16": 1e14}}))
+    (found,) = refused(presets.cluster, str(path))
+    assert found.line() == f"{path}.peak_flops.bfloat16: None is not a number"

@@ -211,8 +211,10 @@ def load_job(
     found = mended(job, [*problems, *found], ask)
     problems, found = found[: len(problems)], found[len(problems) :]
     found += further(job) if further is not None else []
-    # A file that cannot be read is a wrong question, not a layout that is illegal.
-    problems = [*findings, *problems, *(f for f in found if f.rule == "unreadable")]
+    # A file that cannot be read, or a word that means nothing, is a wrong question and not a
+    # layout that is illegal.
+    unknown = (f for f in found if f.rule in ("unreadable", "words"))
+    problems = [*findings, *problems, *unknown]
     if problems:
         said = {(f.where, f.message) for f in problems}
         more = [f for f in found if f.level == "error" and (f.where, f.message) not in said]

@@ -20,9 +20,9 @@ _QUIET = 2.0
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    given, job, found = ask("dryrun", _WORDS, argv, _flags)
-    rank, wrong = _rank(given.get("rank"), job.layout.world)
-    errors = [f for f in found if f.level == "error"] + wrong
+    given, job, found = ask("dryrun", _WORDS, argv, _flags, _no_number)
+    rank = int(given["rank"]) if "rank" in given else None
+    errors = [f for f in found if f.level == "error"] + _no_such_rank(rank, job.layout.world)
     if errors:  # an illegal layout can be explained, but not run
         raise UserError(errors)
 
@@ -40,18 +40,21 @@ def _flags(parser: ArgumentParser) -> Mapping[str, str]:
     return {"--rank": "rank"}
 
 
-def _rank(text: str | None, world: int) -> tuple[int | None, list[Finding]]:
-    """The rank that was asked for, and what is wrong with it."""
-    if text is None:
-        return None, []
+def _no_number(given: Mapping[str, str]) -> list[Finding]:
+    """What is wrong with the rank that was asked for, whatever ranks there are."""
+    text = given.get("rank", "0")
     try:
-        rank = int(text)
+        int(text)
     except ValueError:
-        return None, [error("rank", text, "must be a number", 0)]
+        return [error("rank", text, f"{text!r} is not a whole number", 0)]
+    return []
+
+
+def _no_such_rank(rank: int | None, world: int) -> list[Finding]:
+    if rank is None or 0 <= rank < world:
+        return []
     nearest = min(max(rank, 0), world - 1)
-    if rank != nearest:
-        return None, [error("rank", rank, f"there are ranks 0 to {world - 1}", nearest)]
-    return rank, []
+    return [error("rank", rank, f"there are ranks 0 to {world - 1}", nearest)]
 
 
 def _progress() -> Callable[[str], None]:

@@ -33,9 +33,11 @@ def ask(
     words: str,
     argv: Sequence[str],
     own: Callable[[ArgumentParser], Mapping[str, str]] = lambda _: {},
+    wrong: Callable[[Mapping[str, Any]], list[Finding]] = lambda _: [],
 ) -> tuple[Mapping[str, Any], Job, list[Finding]]:
     """The question of a command that answers with a REPORT: its flags, the job, what the rules say
     of it. own: adds flags of the command's own to the parser, and returns those with a value.
+    wrong: what is wrong with their values.
 
     Raises:
         UserError: every problem of arguments, file and fields, the page's file among them.
@@ -43,7 +45,7 @@ def ask(
     parser, flags = asking(command, words)
     given, subjects, findings = parse(argv, parser, flags | own(parser))
     file, model, more = model_or_file(subjects)
-    findings = [*findings, *more, *outputs(given, ["html"])]
+    findings = [*findings, *more, *outputs(given, ["html"]), *wrong(given)]
     return given, *load_job("plan", given, findings, file=file, model=model)
 
 

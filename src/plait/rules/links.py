@@ -5,6 +5,7 @@ fits where this one does, and for which the ledger says less, or of which more i
 """
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 from plait.rules.context import heads_of_rank, legal_ulysses, tokens_bytes
@@ -187,16 +188,17 @@ def ring_not_hidden(job: Job) -> Iterator[Finding]:
     flops, link = cluster.peak_flops.get(job.train.dtype), _ring_link(job)
     if layout.cp_method != "ring" or not flops or not link:
         return
-    local = job.train.seq_len * layout.ulysses // layout.cp
-    needs = model.kv_heads / model.heads * element_bytes(job) * flops / link
+    ring = layout.cp // layout.ulysses
+    local = job.train.seq_len // ring
+    needs = ceil(model.kv_heads / model.heads * element_bytes(job) * flops / link)
     if local >= needs:
         return
     message = (
-        f"a ring's rank has {local} positions of a sample; below about {needs:.0f} a block of "
+        f"a ring's rank has {local} positions of a sample; below about {needs} a block of "
         f"keys takes longer to send over {link / 1e9:.0f} GB/s than to compute with, and shows"
     )
-    whole = -(-int(needs) // local) * job.train.seq_len
-    message += f" (at cp {layout.cp} from {whole} tokens on it is hidden)"
+    dealt = f" with ulysses {layout.ulysses}" if layout.ulysses > 1 else ""
+    message += f" (at cp {layout.cp}{dealt} from {needs * ring} tokens on it is hidden)"
     # More of the ring dealt out over heads, inside the domain, leaves longer pieces.
     suggest: dict[str, Any] = {}
     for u in legal_ulysses(job):

@@ -158,6 +158,7 @@ def draft_job(
         given = _resumed(Path(file), overrides, findings)
     elif file is not None:
         given = _read(Path(file), findings)
+    readable = not findings
     _override(given, overrides, findings)
 
     tables = {name: given.pop(name, {}) for name in TABLES}
@@ -166,6 +167,11 @@ def draft_job(
             findings.append(error(name, table, f"{table!r} is not a table"))
             tables[name] = {}
     top = _Top(**_top_fields(given, findings))
+    if not readable:
+        # What is missing may stand in the file, and what does not go together with it, too.
+        for name, cls in TABLES.items():
+            check_fields(cls, tables[name], name, findings)
+        return None, findings
     spec = _model(tables["model"], purpose, findings)
     cluster = _attempt(lambda: presets.cluster(top.gpus), findings) if top.gpus else None
     stages = _stages_word(tables["layout"], findings)
