@@ -13,9 +13,9 @@ class Cluster:
         devices: how many.
         node: devices in one node.
         fast_domain: devices that reach each other over the fast links; ranks fill domains in
-            order. Usually the node; more in
-            an NVL72 rack (72 in trays of 4) or a slice of TPUs, less where a box has two PCIe
-            switches or a mesh is handed out in parts. Every rule goes by it, none by the node.
+            order. Usually the node; more in an NVL72 rack (72 in trays of 4) or a slice of TPUs,
+            less where a box has two PCIe switches or a mesh is handed out in parts. Every rule goes
+            by it, none by the node.
         memory: bytes of device memory (decimal GB of the data sheet x 10^9).
         memory_bandwidth: bytes a second.
         peak_flops: dtype -> dense floating-point operations a second.
