@@ -45,8 +45,7 @@ class Ends:
         if model.dropout:
             chunk.drop_gradient()
         if model.embed_norm:
-            chunk.norm_backward("embed.norm", s.rows, s.hidden)
-            tape.drop(chunk.stream)
+            chunk.norm_backward("embed.norm", s.rows, s.hidden, chunk.stream)
             if chunk.given:
                 tape.take(chunk.stream)
                 chunk.drop_gradient()
@@ -73,7 +72,7 @@ class Ends:
             else:
                 tape.take(chunk.whole)
                 chunk.drop_gradient()
-            tape.drop(s.tokens if later else 9 * s.tokens)
+            tape.drop(s.tokens)
         if gathers:
             held = (tape.kind, chunk.stream + 9 * s.tokens)
             chunk.put_off([table], held, gathered=chunk.whole)
@@ -85,7 +84,7 @@ class Ends:
             return
         tape.take(chunk.weight(table))
         if chunk.tp:
-            tape.drop(chunk.whole)
+            tape.drop(chunk.whole + 8 * s.tokens)
         else:
             chunk.drop_gradient()
         if model.tied and chunk.part.head:  # autograd adds the head's gradient and this one up
@@ -104,32 +103,59 @@ class Ends:
             tape.take(s.c * n)
             tape.spike(s.c * n)
         tape.take(s.a * n)
-        if not chunk.tp and chunk.coarse:
-            tape.spike(s.a * n)
+        if chunk.tp:
+            self._split_loss()
+        else:
+            tape.spike(s.a * n if chunk.coarse else 0)
+            with tape.during(s.tokens):  # which targets are valid
+                tape.spike((8 + s.a) * s.tokens)
+                with tape.during(s.a * s.tokens):
+                    tape.spike(s.a * s.tokens)
         tape.drop(s.c * n)
-        tape.take(self.targets)
+        tape.take(s.a)  # the loss, once more as its part of the mean
+        tape.spike(s.a)
 
     @property
     def targets(self) -> int:
         """Under tp which targets are this rank's, and where (bool, int64)."""
         return 9 * self.chunk.s.tokens if self.chunk.tp else 0
 
+    def _split_loss(self) -> None:
+        """Leaves which targets are this rank's, and where; a number a token is there for the
+        maxima, the logits of targets, the sums."""
+        s, tape = self.chunk.s, self.chunk.tape
+        t, number = s.tokens, s.a * s.tokens
+        with tape.during(number):  # maxima
+            tape.take(8 * t)
+            tape.spike(3 * t)
+            tape.take(t)
+            tape.spike(9 * t)
+            with tape.during(number):  # of targets
+                tape.spike(number + t)
+                tape.spike(3 * number)
+                with tape.during(2 * number):
+                    tape.spike(2 * number + t)
+
     def head_backward(self) -> None:
-        """Leaves the gradient of the residual stream."""
+        """Leaves the gradient of the residual stream, and two scalars."""
         chunk, s, tape = self.chunk, self.chunk.s, self.chunk.tape
-        n = s.tokens * s.vocab
-        if not chunk.tp:
-            tape.spike(s.a * n + (s.c * n if chunk.coarse else 0))
-        elif chunk.coarse:
-            tape.spike(s.c * n)
+        n, number = s.tokens * s.vocab, s.a * s.tokens
+        tape.take(2 * s.a)  # the loss that backward begins with, and its gradient
+        tape.drop(s.a)
+        with tape.during(s.a):
+            if not chunk.tp:
+                tape.spike(number + s.tokens)
+                with tape.during(number):  # what rows are multiplied by
+                    tape.spike(s.a * n + max(number + 8 * s.tokens, s.c * n if chunk.coarse else 0))
+            else:
+                tape.spike(2 * number)
+                with tape.during(number):
+                    tape.spike(s.c * n if chunk.coarse else 0)
         tape.drop(s.a * n - s.c * n + self.targets)
         if chunk.model.logit_softcap:
             tape.spike(s.c * n)
             tape.drop(s.c * n)
         chunk.fan_out_backward({"head.output": s.vocab}, chunk.stream, input="logits")
         alone = chunk.units == ("head",)
-        chunk.norm_backward("head.norm", s.rows, s.hidden, moment="backward" if alone else "")
-        # From here on it is a layer's affair, and the head's input has been used.
-        tape.drop(chunk.stream, "logits")
-        tape.take(chunk.stream, "activations")
-        tape.drop(0 if alone else chunk.stream, "activations")
+        moment, kept = ("backward", 0) if alone else ("", chunk.stream)
+        chunk.norm_backward("head.norm", s.rows, s.hidden, kept, "activations", moment=moment)

@@ -121,14 +121,16 @@ class Latents:
         tape.drop(q + v)
         tape.take(q)
         tape.drop(q + (self.rotated if self.turns else 0))
-        self._up_backward(f"{name}.kv_up", f"{name}.kv_norm", self.kv_width, mla.kv_rank)
-        tape.drop(self._rows(self.latent))
+        self._up_backward(
+            f"{name}.kv_up", f"{name}.kv_norm", self.kv_width, mla.kv_rank, self.latent
+        )
         tape.take(self._rows(self.latent))
         tape.drop(self._rows(mla.kv_rank))
         down = {f"{name}.kv_down": self.latent}
         if self.q_rank:
-            self._up_backward(f"{name}.q_up", f"{name}.q_norm", self.q_width, self.q_rank)
-            tape.drop(self._rows(self.q_rank))
+            self._up_backward(
+                f"{name}.q_up", f"{name}.q_norm", self.q_width, self.q_rank, self.q_rank
+            )
             down = {f"{name}.q_down": self.q_rank} | down
             chunk.fan_out_backward(down, kept, local=True)
             return
@@ -151,7 +153,8 @@ class Latents:
             tape.take(v)
             tape.drop(q)
 
-    def _up_backward(self, up: str, norm: str, width: int, rank: int) -> None:
-        """The gradients of heads' parts to that of a latent before its norm."""
+    def _up_backward(self, up: str, norm: str, width: int, rank: int, latent: int) -> None:
+        """The gradients of heads' parts to that of a latent before its norm, which was a part of
+        one of width `latent`."""
         self.chunk.fan_out_backward({up: width}, self._rows(rank), inputs=rank)
-        self.chunk.norm_backward(norm, self.chunk.s.rows, rank)
+        self.chunk.norm_backward(norm, self.chunk.s.rows, rank, self._rows(latent))

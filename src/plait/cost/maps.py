@@ -25,11 +25,13 @@ class PutOff(NamedTuple):
         names: parameters, in the order in which their gradients are made.
         held: (class, bytes) of what is kept for them.
         gathered: bytes of the input when it is gathered anew.
+        made: they are made there, and were not kept themselves.
     """
 
     names: tuple[str, ...]
     held: tuple[tuple[str, int], ...] = ()
     gathered: int = 0
+    made: bool = True
 
 
 class Maps:
@@ -73,33 +75,37 @@ class Maps:
 
     def arrive(self, *names: str, weights: bool = False) -> None:
         """Gradients of parameters are added to their buckets and dropped; where gradients are put
-        off, small ones are kept, as they are, for later."""
-        for name in names:
-            if name == "head.output.weight" and name not in self.numel and not self.part.embed:
-                name = TABLE
-            if name in self.numel:
-                if self.queue is not None:
-                    self.tape.take(self.weight(name))
-                    self.put_off([name], (self.tape.kind, self.weight(name)))
-                    continue
+        off, small ones are kept, as they are, for later. weights: they are there already."""
+        tied = "head.output.weight" not in self.numel and not self.part.embed
+        names = (TABLE if tied and name == "head.output.weight" else name for name in names)
+        found = [(name, self.weight(name)) for name in names if name in self.numel]
+        self.tape.take(0 if weights else sum(n for _, n in found))
+        for name, n in found:
+            if self.queue is not None:
+                self.put_off([name], (self.tape.kind, n), made=False)
+            else:
                 self.engine.arrive(name)
-                if weights:
-                    self.tape.drop(self.weight(name))
+                self.tape.drop(n)
 
-    def put_off(self, names: Sequence[str], *held: tuple[str, int], gathered: int = 0) -> None:
+    def put_off(
+        self,
+        names: Sequence[str],
+        *held: tuple[str, int],
+        gathered: int = 0,
+        made: bool = True,
+    ) -> None:
         """The gradients of maps are left for W; what is held for them has been taken before."""
         assert self.queue is not None
-        self.queue.append(PutOff(tuple(names), held, gathered))
+        self.queue.append(PutOff(tuple(names), held, gathered, made))
 
     def weight_gradients(self, queue: Sequence[PutOff]) -> None:
         """Action W: works off what was put off."""
-        tape, small = self.tape, ("norm.weight", ".bias")
-        for names, held, gathered in queue:
+        tape = self.tape
+        for names, held, gathered, made in queue:
             with tape.during(gathered, "buffers"):
                 for name in names:
-                    made = not name.endswith(small)
-                    tape.take(self.weight(name) if made else 0)
-                    self.arrive(name, weights=made)
+                    with tape.during(self.weight(name) if made else 0):
+                        self.engine.arrive(name if name in self.numel else TABLE)
             for kind, n in held:
                 tape.drop(n, kind)
 
@@ -128,14 +134,15 @@ class Maps:
         s, tape, rows = self.s, self.tape, self.rows and not local
         tokens, inputs = s.rows if local else s.tokens, inputs or s.hidden
         stream, whole = s.c * s.rows * inputs, s.c * tokens * inputs
-        weights = [f"{name}.weight" for name in widths]
         gradients = s.c * tokens * sum(widths.values())
         if not self.columns:
             for done, (name, width) in enumerate(reversed(widths.items())):
                 weight = f"{name}.weight"
                 tape.take(stream + self.weight(weight))
-                tape.drop(s.c * tokens * width + (stream if done else 0))
+                tape.drop(s.c * tokens * width)
                 tape.drop(kept if done == len(widths) - 1 else 0, input)
+                tape.spike(stream if done else 0)  # the sum with those before
+                tape.drop(stream if done else 0)
                 self.arrive(f"{name}.bias")
                 self.arrive(weight, weights=True)
             return
@@ -151,13 +158,12 @@ class Maps:
             held = (input, 0 if others else stream), (tape.kind, gradients)
             self.put_off([n for n in names if self._has(n)], *held, gathered=gathered)
             return
-        tape.take(sum(self.weight(name) for name in weights))
+        made = [n for name in widths for n in (f"{name}.weight", f"{name}.bias") if self._has(n)]
+        tape.take(sum(map(self.weight, made)))
         tape.drop(gathered, "buffers")
         tape.drop(gradients)
         tape.drop(kept, input)
-        for name, weight in zip(widths, weights, strict=True):
-            self.arrive(weight, weights=True)
-            self.arrive(f"{name}.bias")
+        self.arrive(*made, weights=True)
 
     def _has(self, name: str) -> bool:
         return name in self.numel or name == "head.output.weight"

@@ -12,7 +12,7 @@ and where weight gradients are put off from I to W a (2 H + 3 f), and n H of the
 Rows are never padded; on their way they are there twice, once as they go and once as they come.
 """
 
-from plait.cost.expert import first_rows, own_tokens
+from plait.cost.expert import first_rows, own_tokens, tallied
 from plait.cost.maps import Maps
 
 
@@ -35,21 +35,30 @@ class Mixture:
         self.matrix = a * moe.experts * s.hidden if self.coarse else 0
         self.scores, choices = a * n * moe.experts, n * moe.topk
         #: What the router keeps, and what tells rows where they go.
-        self.routing = self._routing(choices)
+        self.routing = self._routing(n, choices)
         self.choices = (8 + a) * choices  # experts and weights
         self.way = 8 * (2 * choices + rows.chosen)
+        self.way += choices if rows.chosen < choices else 0  # which go to none
+        self.weights = a * choices
+        #: How many rows go where, which ranks tell each other.
+        ep = layout.ep > 1
+        self.counted = 8 * (moe.experts * (1 + ep + (layout.etp if layout.etp > 1 else 0)) + 1)
         #: Rows of one rank have been sorted by it.
         self.sorts = layout.ep * layout.etp > 1
         self.order = 8 * rows.all if self.sorts else 0
         self.width = (moe.shared_ffn or moe.shared * moe.ffn) // layout.tp
 
-    def _routing(self, choices: int) -> int:
-        moe, a = self.moe, self.s.a
-        scores = (not moe.topk_first or moe.aux_loss > 0) + (moe.aux_loss > 0) + (moe.z_loss > 0)
+    def _routing(self, n: int, choices: int) -> int:
+        moe, a, layout = self.moe, self.s.a, self.chunk.layout
+        aux, z = moe.aux_loss > 0, moe.z_loss > 0
+        scores = (not moe.topk_first or aux) + aux + z
         divided = moe.normalize and not (moe.topk_first and moe.score == "softmax")
-        weights = 1 + divided
-        chosen = 8 + (9 if moe.capacity is not None else 0)
-        return scores * self.scores + choices * (weights * a + chosen)
+        sums = divided + (aux and moe.score == "sigmoid") + z  # a number a token
+        weights, chosen = 1 + divided, 8
+        if moe.capacity is not None:  # which of all ranks' tokens are within it
+            chosen += 8 + layout.tp * layout.cp
+        kept = scores * self.scores + sums * a * n + choices * (weights * a + chosen)
+        return kept + tallied(self.chunk.job, 1)
 
     @property
     def later(self) -> bool:
@@ -88,11 +97,12 @@ class Mixture:
         tape.take(self.routing)
         tape.spike(3 * self.scores)
         tape.drop(0 if keep else self.routing - self.choices)
-        tape.take(self.way)
-        self._there()
-        self._experts(keep)
-        self._back()
-        tape.take(self.token)
+        with tape.during(self.counted):
+            tape.take(self.way)
+            self._there()
+            self._experts(keep)
+            self._back()
+            tape.take(self.token)
         if not keep:
             tape.drop(self.chosen + self.choices + self.way + self.order)
         if self.parts and (shared or not stop):
@@ -187,6 +197,7 @@ class Mixture:
             own = self.token
         with tape.during(self.chosen):
             tape.take(self.chosen)
+        tape.take(self.weights)  # the gradient of what choices weigh
         tape.drop(self.chosen)  # what was kept
         tape.drop(own)
         self._moved(self.chosen, self.come, self.ep)
@@ -254,6 +265,7 @@ class Mixture:
     def _router_backward(self, name: str) -> None:
         """Adds to the gradient of the tokens."""
         tape, chunk, moe = self.chunk.tape, self.chunk, self.moe
+        tape.drop(self.weights)
         tape.spike(3 * self.scores)
         names = [n for n in (f"{name}.bias", f"{name}.correction") if n in chunk.numel]
         for n in names:
