@@ -151,6 +151,7 @@ class Chunk(Maps):
             tables = 2 * s.c * seq * dim * (1 if model.rope_local_theta is None else 2)
             tape.take(tables)
         again = self.layout.recompute == "full" or self.again("attention")
+        passing -= self.ends.positions
         self.kept = (tables + (passing if again else 0)) if self.part.layers else 0
         return passing + tables - self.kept
 

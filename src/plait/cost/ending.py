@@ -33,6 +33,7 @@ class Ending:
     Attributes:
         steps: elements of each stretch of weights that the optimizer steps.
         loads: of each that is moved by the load of experts.
+        momentless: bytes of moments that there are none of, as of what is padded or moved by load.
         told: numbers that ranks add up of what routers chose.
         begin: bytes of what mixtures have from the beginning of the step: what their balance is
             multiplied by, and soon what they have chosen in it.
@@ -42,6 +43,7 @@ class Ending:
 
     steps: tuple[int, ...]
     loads: tuple[int, ...]
+    momentless: int
     told: int
     begin: int
     left: int
@@ -50,7 +52,8 @@ class Ending:
 
     @staticmethod
     def of(job: Job, parts: Iterable[Part], buckets: Iterable[Bucket]) -> "Ending":
-        found = list(_stretches(job.layout, buckets))
+        buckets = list(buckets)
+        found = [stretch for b in buckets for stretch in _stretches(job.layout, b)]
         found = found or [(0, False)]  # whose pieces are all padding steps nothing, like the others
         steps, loads = (tuple(n for n, load in found if load is kind) for kind in (False, True))
         dtypes = dtypes_of(job)
@@ -60,7 +63,9 @@ class Ending:
             for _ in filter(job.model.is_moe, part.layers):
                 begin += 8 + tallied(job, min(part.micro_batches, 3))
                 left += 8 + tallied(job, 0)
-        return Ending(steps, loads, told(job), begin, left, master, grad)
+        own = sum(stop - start for start, stop in (_own(job.layout, b) for b in buckets))
+        momentless = 2 * master * (own - sum(steps))
+        return Ending(steps, loads, momentless, told(job), begin, left, master, grad)
 
     @property
     def counts(self) -> int:
@@ -87,16 +92,21 @@ class Ending:
                 tape.spike(max(cast, 1 + 2 * self.grad * max(self.loads, default=0)))
 
 
-def _stretches(layout: Layout, buckets: Iterable[Bucket]) -> Iterable[tuple[int, bool]]:
-    """(elements, moved by load) of the stretches of weights that the rank owns."""
-    for b in buckets:
-        shard, size = 0, b.size
-        if zero_stage(layout, b.expert):
-            shard, size = _shard(layout, b.expert), b.size // shards_of(layout, b.expert)
-        for run in b.runs:
-            n = min(run.stop, (shard + 1) * size) - max(run.start, shard * size)
-            if n > 0:
-                yield n, run.by_load
+def _own(layout: Layout, bucket: Bucket) -> tuple[int, int]:
+    """The elements of a bucket that the rank owns."""
+    if not zero_stage(layout, bucket.expert):
+        return 0, bucket.size
+    shard, n = _shard(layout, bucket.expert), bucket.size // shards_of(layout, bucket.expert)
+    return shard * n, (shard + 1) * n
+
+
+def _stretches(layout: Layout, bucket: Bucket) -> Iterable[tuple[int, bool]]:
+    """(elements, moved by load) of the stretches of those that are stepped alike."""
+    start, stop = _own(layout, bucket)
+    for run in bucket.runs:
+        n = min(run.stop, stop) - max(run.start, start)
+        if n > 0:
+            yield n, run.by_load
 
 
 def standing(layout: Layout) -> int:

@@ -16,12 +16,28 @@ class Ends:
     def __init__(self, chunk: "Chunk"):
         self.chunk = chunk
 
+    @property
+    def index(self) -> int:
+        """Bytes of what looks up learned positions (int64); those that a rank has been given for
+        its part of samples do for it, where samples do not have them in a row."""
+        chunk = self.chunk
+        given = chunk.layout.micro_batch == 1 or chunk.job.data.document_mask
+        return 0 if chunk.layout.cp > 1 and given else 8 * chunk.s.tokens
+
+    @property
+    def positions(self) -> int:
+        """Bytes of those that are the context's own, and outlive it."""
+        chunk = self.chunk
+        learned = chunk.part.embed and chunk.model.positions == "learned"
+        return self.index if learned and chunk.layout.micro_batch == 1 else 0
+
     def embed(self) -> None:
         """Leaves the residual stream."""
         chunk, s, tape, model = self.chunk, self.chunk.s, self.chunk.tape, self.chunk.model
         if chunk.tp:
             tape.take(9 * s.tokens)  # where tokens are looked up (int64), which are not (bool)
-            with tape.during(chunk.whole):  # what was found, before others' tokens are masked
+            # What was found, before others' tokens are masked; a lookup by itself masks it in place.
+            with tape.during(0 if chunk.rows and chunk.split else chunk.whole):
                 with tape.during(chunk.whole if chunk.rows else 0, "buffers"):
                     tape.take(chunk.stream)
         else:
@@ -29,7 +45,7 @@ class Ends:
         if model.embed_scale:
             tape.spike(chunk.stream)
         if model.positions == "learned":
-            tape.take(8 * s.tokens)
+            tape.take(self.index - self.positions)
             tape.spike(2 * chunk.stream)
         if model.embed_norm:
             chunk.norm(s.rows, s.hidden, keep=True)
@@ -53,13 +69,13 @@ class Ends:
         gathers = chunk.rows and later  # the lookup by itself gathers its gradient, in W
         alike = (not chunk.tp or gathers) and not model.embed_scale
         if model.positions == "learned" and later:
-            held = 8 * s.tokens + (0 if alike else chunk.stream)
+            held = self.index + (0 if alike else chunk.stream)
             chunk.put_off(["embed.positions.weight"], (tape.kind, held))
             chunk.shared = True
         elif model.positions == "learned":
             tape.take(chunk.weight("embed.positions.weight"))
             chunk.arrive("embed.positions.weight", weights=True)
-            tape.drop(8 * s.tokens)
+            tape.drop(self.index)
         if model.embed_scale:
             tape.take(chunk.stream)
             chunk.drop_gradient()

@@ -186,10 +186,13 @@ class Maps:
         elif self.split:
             self.tape.spike(self.whole)
 
-    def leave_backward(self, name: str, width: int, kept: int, own: int | None = None) -> None:
+    def leave_backward(
+        self, name: str, width: int, kept: int, own: int | None = None, holds: int | None = None
+    ) -> None:
         """Leaves the gradient of the map's input; of that input, which backward of the region
         needs no more, it drops `kept` bytes. The output's gradient is dropped too, unless it is
-        the stream's and goes on past the branch. own: bytes of it that are let go, if not so."""
+        the stream's and goes on past the branch. own: bytes of it that are let go, if not so.
+        holds: bytes that live as long as the input, if it is a part of more."""
         s, tape, weight = self.s, self.tape, f"{name}.weight"
         if self.columns:  # the bias is added for itself; otherwise it is the map's
             self.arrive(f"{name}.bias")
@@ -201,7 +204,7 @@ class Maps:
             with tape.during(gathered, "buffers"):
                 tape.drop(own if self.rows else 0)
                 tape.take(input + (self.stream if self.rows else 0))
-            held = (tape.kind, input), (tape.kind, self.stream)
+            held = (tape.kind, input if holds is None else holds), (tape.kind, self.stream)
             self.put_off([weight], *held, gathered=gathered)
             self.shared = not self.rows and not own
             return

@@ -57,7 +57,7 @@ def memory_by_stage(job: Job) -> Iterator[list[StageMemory]]:
     for stage, (parts, actions) in enumerate(zip(parts_of(job), programs, strict=True)):
         buckets = [b for part in parts for b in buckets_of(job, part.chunk)]
         ending, held = Ending.of(job, parts, buckets), states(job, buckets)
-        tape = Tape(held | {"optimizer": held["optimizer"] + ending.counts})
+        tape = Tape(held | {"optimizer": held["optimizer"] + ending.counts - ending.momentless})
         step = Step(job, parts, split, tape)
         step.run(actions, place, _exchanged(job, stage), _own(job), ending)
         yield [

@@ -41,8 +41,8 @@ class Mixture:
         self.way += choices if rows.chosen < choices else 0  # which go to none
         self.weights = a * choices
         #: How many rows go where, which ranks tell each other.
-        ep = layout.ep > 1
-        self.counted = 8 * (moe.experts * (1 + ep + (layout.etp if layout.etp > 1 else 0)) + 1)
+        self.counted = 8 * (moe.experts * (2 if layout.ep > 1 else 1) + 1)
+        self.gathered = 8 * moe.experts * layout.etp if layout.etp > 1 else 0
         #: Rows of one rank have been sorted by it.
         self.sorts = layout.ep * layout.etp > 1
         self.order = 8 * rows.all if self.sorts else 0
@@ -97,7 +97,7 @@ class Mixture:
         tape.take(self.routing)
         tape.spike(3 * self.scores)
         tape.drop(0 if keep else self.routing - self.choices)
-        with tape.during(self.counted):
+        with tape.during(self.counted), tape.during(self.gathered, "buffers"):
             tape.take(self.way)
             self._there()
             self._experts(keep)
