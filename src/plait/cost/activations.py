@@ -6,6 +6,8 @@ compute dtype, a of an accurate one. "Keeps" is what autograd holds until the mo
 the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
+from collections.abc import Callable
+
 from plait.cost.context import Core, needs_calls
 from plait.cost.ends import Ends
 from plait.cost.latent import Latents
@@ -96,8 +98,7 @@ class Chunk(Maps):
                     if self.queue is not None:
                         engine.release_all(unit)
                     engine.gather(unit - 1, unit - 2)
-                tape.move(self.stream, "logits", "activations")  # from here on a layer's affair
-                tape.enter("backward", "activations")
+                    self.ends.leave_head()
             elif name == "embed":
                 tape.drop(self.kept)
                 self.ends.embed_backward()
@@ -185,13 +186,11 @@ class Chunk(Maps):
         kept: int,
         input: str = "",
         sharded: bool = False,
-        summed: bool = False,
-        moment: str = "",
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """Turns the output's gradient into the input's; drops what the norm kept, and of the input,
-        which is of class `input`, so many bytes. Only then the parameters' gradients arrive: after
-        the input's has been summed with that of the stream, and after the beginning of a moment
-        that begins when it is there."""
+        which is of class `input`, so many bytes. `then`: what is done with the input's gradient
+        before the parameters' arrive."""
         s, tape, n = self.s, self.tape, rows * width
         if self.model.norm == "rms" or sharded:
             # Coarse: accurate copies of input and gradient, their product, the result; of the
@@ -202,11 +201,9 @@ class Chunk(Maps):
             tape.spike(s.c * (n + 2 * width))
         tape.drop(self.norm_keeps(rows, width, sharded))
         tape.drop(kept, input)
-        if summed:
-            self.sum_gradients()
-        if moment:
-            tape.enter(moment, tape.kind)
-        self.arrive(f"{name}.weight", f"{name}.bias")
+        kind = tape.kind
+        then()
+        self.arrive(f"{name}.weight", f"{name}.bias", kind=kind)
 
     # -- attention and MLP: [t, hidden] -> [t, hidden]
 
@@ -333,11 +330,14 @@ class Chunk(Maps):
             self.tape.spike(8 * n + n + 2 * s.c * n)
             self.tape.take(s.c * n + (n if keep else 0))
 
-    def dropout_backward(self) -> None:
-        """Leaves a gradient of its own beside the output's; drops the mask."""
+    def dropout_backward(self, then: Callable[[], None] = lambda: None) -> None:
+        """Leaves a gradient of its own beside the output's, of which `then` may let go; drops the
+        mask."""
         if self.model.dropout:
-            self.tape.take(2 * self.stream)
-            self.tape.drop(self.stream + self.s.rows * self.s.hidden)
+            self.tape.take(self.stream)
+            then()
+            self.tape.drop(self.s.rows * self.s.hidden)
+            self.tape.spike(self.stream)
 
     # -- a layer
 
@@ -366,7 +366,8 @@ class Chunk(Maps):
             if self.model.dropout:
                 tape.drop(stream)
             if branch == "mlp":
-                tape.drop(self.local)
+                mixed = self.mixture and self.model.is_moe(i) and self.mixture.gathers
+                tape.drop(self.local, "buffers" if mixed and ends else "")
         if not keep:
             tape.drop(stream)  # the stream between the branches
 
@@ -403,7 +404,8 @@ class Chunk(Maps):
                     self.norm(s.rows, s.hidden, keep=True)
                     tape.drop(self.stream)
                 kept = self.input_keeps(i, branch)
-                self.norm_backward(f"{unit}.{branch}_norm", s.rows, s.hidden, kept, summed=True)
+                name, then = f"{unit}.{branch}_norm", self.sum_gradients
+                self.norm_backward(name, s.rows, s.hidden, kept, then=then)
             else:
                 self.sum_gradients()
 

@@ -57,9 +57,7 @@ class Ends:
         """Drops the gradient of the residual stream."""
         chunk, s, tape, model = self.chunk, self.chunk.s, self.chunk.tape, self.chunk.model
         later, table = chunk.queue is not None, "embed.tokens.weight"
-        chunk.dropout_backward()
-        if model.dropout:
-            chunk.drop_gradient()
+        chunk.dropout_backward(chunk.drop_gradient)
         if model.embed_norm:
             chunk.norm_backward("embed.norm", s.rows, s.hidden, chunk.stream)
             if chunk.given:
@@ -91,7 +89,7 @@ class Ends:
             tape.drop(s.tokens)
         if gathers:
             held = (tape.kind, chunk.stream + 9 * s.tokens)
-            chunk.put_off([table], held, gathered=chunk.whole)
+            chunk.put_off([table], held, gathered=chunk.whole, early=True)
             chunk.given = chunk.shared = False
             return
         if later:
@@ -173,5 +171,14 @@ class Ends:
             tape.drop(s.c * n)
         chunk.fan_out_backward({"head.output": s.vocab}, chunk.stream, input="logits")
         alone = chunk.units == ("head",)
-        moment, kept = ("backward", 0) if alone else ("", chunk.stream)
-        chunk.norm_backward("head.norm", s.rows, s.hidden, kept, "activations", moment=moment)
+        if alone:
+            chunk.norm_backward("head.norm", s.rows, s.hidden, 0, then=self.leave_head)
+        else:
+            kept = chunk.stream
+            chunk.norm_backward("head.norm", s.rows, s.hidden, kept, "activations")
+
+    def leave_head(self) -> None:
+        """From here on it is a layer's affair."""
+        tape = self.chunk.tape
+        tape.move(self.chunk.stream, "logits", "activations")
+        tape.enter("backward", "activations")

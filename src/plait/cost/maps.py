@@ -26,12 +26,14 @@ class PutOff(NamedTuple):
         held: (class, bytes) of what is kept for them.
         gathered: bytes of the input when it is gathered anew.
         made: they are made there, and were not kept themselves.
+        early: what is gathered is let go before they arrive.
     """
 
     names: tuple[str, ...]
     held: tuple[tuple[str, int], ...] = ()
     gathered: int = 0
     made: bool = True
+    early: bool = False
 
 
 class Maps:
@@ -73,19 +75,20 @@ class Maps:
         """Bytes of a parameter's gradient; a tied head's is the embedding's."""
         return self.s.c * self.numel[name if name in self.numel else TABLE]
 
-    def arrive(self, *names: str, weights: bool = False) -> None:
-        """Gradients of parameters are added to their buckets and dropped; where gradients are put
-        off, small ones are kept, as they are, for later. weights: they are there already."""
+    def arrive(self, *names: str, weights: bool = False, kind: str = "") -> None:
+        """Gradients of parameters, of class `kind`, are added to their buckets and dropped; where
+        gradients are put off, small ones are kept, as they are, for later. weights: they are there
+        already."""
         tied = "head.output.weight" not in self.numel and not self.part.embed
         names = (TABLE if tied and name == "head.output.weight" else name for name in names)
         found = [(name, self.weight(name)) for name in names if name in self.numel]
-        self.tape.take(0 if weights else sum(n for _, n in found))
+        self.tape.take(0 if weights else sum(n for _, n in found), kind)
         for name, n in found:
             if self.queue is not None:
-                self.put_off([name], (self.tape.kind, n), made=False)
+                self.put_off([name], (kind or self.tape.kind, n), made=False)
             else:
                 self.engine.arrive(name)
-                self.tape.drop(n)
+                self.tape.drop(n, kind)
 
     def put_off(
         self,
@@ -93,19 +96,23 @@ class Maps:
         *held: tuple[str, int],
         gathered: int = 0,
         made: bool = True,
+        early: bool = False,
     ) -> None:
         """The gradients of maps are left for W; what is held for them has been taken before."""
         assert self.queue is not None
-        self.queue.append(PutOff(tuple(names), held, gathered, made))
+        self.queue.append(PutOff(tuple(names), held, gathered, made, early))
 
     def weight_gradients(self, queue: Sequence[PutOff]) -> None:
         """Action W: works off what was put off."""
         tape = self.tape
-        for names, held, gathered, made in queue:
-            with tape.during(gathered, "buffers"):
-                for name in names:
-                    with tape.during(self.weight(name) if made else 0):
-                        self.engine.arrive(name if name in self.numel else TABLE)
+        for names, held, gathered, made, early in queue:
+            tape.take(gathered, "buffers")
+            for name in names:
+                tape.take(self.weight(name) if made else 0)
+                tape.drop(gathered if early else 0, "buffers")
+                self.engine.arrive(name if name in self.numel else TABLE)
+                tape.drop(self.weight(name) if made else 0)
+            tape.drop(0 if early else gathered, "buffers")
             for kind, n in held:
                 tape.drop(n, kind)
 

@@ -79,6 +79,12 @@ class Mixture:
         return self.chunk.split and self.coarse
 
     @property
+    def gathers(self) -> bool:
+        """Whether its output is what has been gathered, and is not kept."""
+        chunk = self.chunk
+        return self.parts and not (self.moe.shared or chunk.after or chunk.model.dropout)
+
+    @property
     def shared(self) -> int:
         """Bytes of an inner tensor of the shared experts."""
         return self.s.c * self.s.tokens * self.width
@@ -106,8 +112,10 @@ class Mixture:
         if not keep:
             tape.drop(self.chosen + self.choices + self.way + self.order)
         if self.parts and (shared or not stop):
-            tape.take(stream)
+            tape.take(stream, "buffers")
             tape.drop(self.token)
+            if not self.gathers:
+                tape.move(stream, "buffers", "activations")
         if shared:
             self._shared(keep, stop)
             tape.take(0 if stop else stream)
