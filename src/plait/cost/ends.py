@@ -64,7 +64,8 @@ class Ends:
                 tape.take(chunk.stream)
                 chunk.drop_gradient()
         # Both lookups have the same gradient, which is let go after the table's.
-        gathers = chunk.rows and later  # the lookup by itself gathers its gradient, in W
+        alone = chunk.rows and chunk.split  # the lookup by itself gathers its gradient
+        gathers = alone and later  # in W
         alike = (not chunk.tp or gathers) and not model.embed_scale
         if model.positions == "learned" and later:
             held = self.index + (0 if alike else chunk.stream)
@@ -77,7 +78,7 @@ class Ends:
         if model.embed_scale:
             tape.take(chunk.stream)
             chunk.drop_gradient()
-        if chunk.tp and not gathers:
+        if chunk.tp and not alone:
             if chunk.rows:
                 tape.take(chunk.whole, "buffers")
                 chunk.drop_gradient()
@@ -96,8 +97,12 @@ class Ends:
             chunk.put_off([table], (tape.kind, chunk.whole + (8 * s.tokens if chunk.tp else 0)))
             chunk.given = chunk.shared = False
             return
-        tape.take(chunk.weight(table))
-        if chunk.tp:
+        with tape.during(chunk.whole if alone else 0, "buffers"):
+            tape.take(chunk.weight(table))
+        if alone:
+            tape.drop(9 * s.tokens)
+            chunk.drop_gradient()
+        elif chunk.tp:
             tape.drop(chunk.whole + 8 * s.tokens)
         else:
             chunk.drop_gradient()

@@ -114,14 +114,16 @@ class Mixture:
         if self.parts and (shared or not stop):
             tape.take(stream, "buffers")
             tape.drop(self.token)
-            if not self.gathers:
+            if not (self.gathers or shared):
                 tape.move(stream, "buffers", "activations")
+        kind = "buffers" if self.parts and shared else ""
         if shared:
             self._shared(keep, stop)
             tape.take(0 if stop else stream)
-            tape.drop(0 if stop else 2 * stream)
+            tape.drop(0 if stop else stream)
+            tape.drop(0 if stop else stream, kind)
         if stop:
-            tape.drop(stream if shared else self.token)
+            tape.drop(stream if shared else self.token, kind)
         if not keep or self.copied:
             tape.drop(own)
         if keep and not (self.keeps_input or again):
@@ -222,9 +224,11 @@ class Mixture:
             self._added(stream)
         self._router_backward(f"{name}.router")
         if self.parts:
-            self._moved(self.token, stream, True)
-            if moe.shared:
-                self._added(stream)
+            tape.take(stream, "buffers")
+            tape.drop(self.token)
+            tape.take(stream if moe.shared else 0)
+            tape.move(stream, "buffers", "activations")
+            tape.drop(2 * stream if moe.shared else 0)
 
     def _added(self, n: int) -> None:
         """Two gradients to their sum."""
@@ -251,24 +255,25 @@ class Mixture:
         chunk.product_backward(inner)
         if self.gated:
             self._map_backward(f"{name}.gate", rows, inner, 0)
-        self._map_backward(f"{name}.up", rows, inner, rows)
-        if self.gated:
-            self._added(rows)
+        self._map_backward(f"{name}.up", rows, inner, rows, added=self.gated)
 
-    def _map_backward(self, name: str, inputs: int, outputs: int, kept: int) -> None:
+    def _map_backward(
+        self, name: str, inputs: int, outputs: int, kept: int, added: bool = False
+    ) -> None:
         """Turns the gradient of a map's outputs into that of its inputs, of which so many bytes
-        have been kept for it."""
+        have been kept for it. added: to that of another map, before its parameters' arrive."""
         tape, chunk = self.chunk.tape, self.chunk
         names = [n for n in (f"{name}.weight", f"{name}.bias") if n in chunk.numel]
         tape.take(inputs)
         if self.later:
             chunk.put_off(names, (tape.kind, outputs), (tape.kind, kept))
+            self._added(inputs if added else 0)
             return
         tape.take(sum(chunk.weight(n) for n in names))
         tape.drop(outputs)
         tape.drop(kept)
-        for n in names:
-            chunk.arrive(n, weights=True)
+        self._added(inputs if added else 0)
+        chunk.arrive(*names, weights=True)
 
     def _router_backward(self, name: str) -> None:
         """Adds to the gradient of the tokens."""
