@@ -17,8 +17,7 @@ functions of `models/layers.py`, `parallel/tensor.py` and torch:
     put off      from I to W of each map its input and its outputs' gradients (`cost/maps.py`)
 
 T tokens of a micro batch, H hidden, q, kv, f, V this rank's widths. Full recompute keeps the
-stream alone; selective recompute keeps a module's input. Not counted: what kernels use inside,
-and tensors of a few numbers a token.
+stream alone; selective recompute keeps a module's input. Not counted: what kernels use inside.
 """
 
 from collections import Counter
