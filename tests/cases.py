@@ -327,8 +327,14 @@ def _idle(point: Point) -> Iterator[str]:
 
 def random_point(rng: random.Random, space: Space = SPACE, **fixed: Any) -> Point:
     """A random legal point with some choices fixed; raises LookupError if there seems none."""
+    first = ("world", "tp", "pp", "cp")
     for _ in range(10000):
-        point = {key: fixed.get(key, rng.choice(values)) for key, values in space.items()}
+        # Most draws fail at these, and need no more.
+        point = {key: fixed.get(key) or rng.choice(space[key]) for key in first}
+        if point["world"] % (point["tp"] * point["pp"] * point["cp"]):
+            continue
+        rest = (key for key in space if key not in first)
+        point |= {key: fixed.get(key, rng.choice(space[key])) for key in rest}
         # What has no choice at such a point: drawn freely, hardly any would be legal.
         point |= {axis: space[axis][0] for axis in _idle(point)} | fixed
         if legal(point):
@@ -339,8 +345,8 @@ def random_point(rng: random.Random, space: Space = SPACE, **fixed: Any) -> Poin
 def sample(space: Space = SPACE, seed: int = 0) -> list[Point]:
     """Legal points that together hold every pair of choices that any legal point holds.
 
-    Greedy: for a pair that is still missing, the best of some random points that have it. Smaller
-    worlds are preferred where they do as well, since they are faster.
+    Greedy: for a pair that is still missing, of some random points that have it the one that holds
+    most other missing ones for its time, which grows faster than the world.
     """
     rng = random.Random(seed)
     axes = list(itertools.combinations(sorted(space), 2))
@@ -353,7 +359,7 @@ def sample(space: Space = SPACE, seed: int = 0) -> list[Point]:
         except LookupError:
             missing.discard(((a, x), (b, y)))
             continue
-        best = max(candidates, key=lambda p: len(pairs(p) & missing) - p["world"] / 4)
+        best = max(candidates, key=lambda p: len(pairs(p) & missing) / p["world"] ** 1.2)
         missing -= pairs(best)
         chosen.append(best)
     return chosen

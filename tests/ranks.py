@@ -14,6 +14,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+# Torch's first optimizer imports it, which takes more than a second: here once, not on each rank.
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 FORK = multiprocessing.get_context("fork")

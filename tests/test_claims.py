@@ -14,7 +14,7 @@ from plait.cli.main import main
 
 PAGE = (Path(__file__).parent.parent / "docs/claims.md").read_text("utf-8")
 ROWS = re.findall(
-    r"^\| `((?:explain|schedule) [^`]+)` \| `([^`]+)` \| ([^|`]+) \|$", PAGE, re.MULTILINE
+    r"^\| `((?:explain|schedule|tables) [^`]+)` \| `([^`]+)` \| ([^|`]+) \|$", PAGE, re.MULTILINE
 )
 SUMS = re.findall(r"^\| [^|`]*\| `([^`]+)` \| ([^|`]+) \|$", PAGE, re.MULTILINE)
 
@@ -39,7 +39,7 @@ def read(command: str, field: str):
         (finding,) = (f for f in said["findings"] if f["rule"] == words[1])
         return finding[words[2]]
     for part in field.split("."):
-        said = said[int(part)] if part.isdecimal() else said[part]
+        said = said[int(part)] if isinstance(said, list) else said[part]
     return said
 
 
@@ -47,8 +47,9 @@ def as_said(value, text: str) -> bool:
     """A number to the digits that are printed, or a word."""
     if isinstance(value, str):
         return value == text
-    digits = len(text.partition(".")[2])
-    return round(value, digits) == float(text)
+    mantissa, power, _ = text.partition("e")
+    digits = len(mantissa.partition(".")[2])
+    return (float(f"{value:.{digits}e}") if power else round(value, digits)) == float(text)
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
@@ -74,4 +75,5 @@ def test_every_row_is_read():
     assert len(lines) == len(ROWS) + len(SUMS)
     assert len(ROWS) > 50
     assert not as_said(0.46, "0.467")
+    assert not as_said(1.9e10, "1.8e10")
     assert PAGE.count("**Said:**") == PAGE.count("**So:**") > 20

@@ -73,7 +73,9 @@ def test_help(plait):
         assert err == ""
 
 
-@pytest.mark.parametrize("command", ["train", "explain", "convert", "dryrun", "schedule", "presets"])
+@pytest.mark.parametrize(
+    "command", ["train", "explain", "convert", "dryrun", "schedule", "presets"]
+)
 def test_help_of_a_command(plait, command):
     code, out, _ = plait(command, "--help")
     assert code == 0
@@ -199,6 +201,50 @@ def test_an_argument_too_many(plait, tmp_path):
     assert "too many" in plait("explain", "tiny", "tiny", "--ranks", 1)[2]
     assert "too many" in plait("presets", "all")[2]
     assert plait("presets", "--jsn")[2] == "--jsn: no such flag (nearest: --json)\n"
+
+
+@pytest.mark.parametrize("command", ["explain", "dryrun", "train"])
+def test_a_file_that_cannot_be_read_is_the_only_cause(plait, tmp_path, command):
+    """What it would have said is not known; what is wrong with the flags themselves is."""
+    missing, broken = tmp_path / "nowhere.toml", tmp_path / "broken.toml"
+    broken.write_text("tp = = 2")
+    for file, said in ((missing, "no such file"), (broken, "not valid TOML")):
+        code, out, err = plait(command, file, "--ep", 3)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"{file}: {said}")
+        assert len(err.splitlines()) == 1
+        _, _, err = plait(command, file, "--tp", "two", "--tpp", 2)
+        assert [line.partition(": ")[0] for line in err.splitlines()] == [
+            "--tpp",
+            str(file),
+            "layout.tp",
+        ]
+
+
+def test_a_rank_that_is_no_number_is_said_with_the_rest(plait):
+    code, out, err = plait("dryrun", "tiny", "--ranks", 4, "--tp", "x", "--rank", "2.0")
+    assert (code, out) == (2, "")
+    assert {line.partition(": ")[0] for line in err.splitlines()} == {"rank", "layout.tp"}
+
+
+@pytest.mark.parametrize("command", ["explain", "dryrun", "train"])
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [
+        ("--dtype", "fp8"),
+        ("--recompute", "x"),
+        ("--cp-method", "rong"),
+        ("--schedule", "zb-h9"),
+        ("--model.mlp", "silu"),
+        ("--train.schedule", "sine"),
+        ("--stages", "some"),
+    ],
+)
+def test_a_word_that_nobody_knows_is_a_wrong_question(plait, command, flag, word):
+    code, out, err = plait(command, "--model", "tiny", "--ranks", 4, flag, word, "--json")
+    assert (code, err) == (2, "")
+    (found,) = json.loads(out)["errors"]
+    assert (found["value"], found["where"].endswith(flag[2:].replace("-", "_"))) == (word, True)
 
 
 def test_what_cannot_be_recomputed_in_a_pipeline(plait):

@@ -253,10 +253,7 @@ def random_cases(draw: st.DrawFn, world: int) -> Case:
     )
 
 
-@pytest.mark.parametrize(("world", "examples"), [(2, 4), (3, 4), (4, 4), (8, 2)])
-def test_random_samples_over_ranks_equal_one_device(world, examples):
-    """Any length (shorter than the ranks too), packing, grouping, window, way of cutting."""
-
+def random_samples(world: int, examples: int) -> None:
     # A failing list of eight says enough; making it smaller takes many runs.
     @settings(max_examples=examples, phases=[Phase.generate])
     @given(st.lists(random_cases(world), min_size=8, max_size=8))
@@ -264,6 +261,18 @@ def test_random_samples_over_ranks_equal_one_device(world, examples):
         check_cases(cases)
 
     run()
+
+
+@pytest.mark.parametrize(("world", "examples"), [(2, 2), (3, 3), (4, 2), (8, 1)])
+def test_random_samples_over_ranks_equal_one_device(world, examples):
+    """Any length (shorter than the ranks too), packing, grouping, window, way of cutting."""
+    random_samples(world, examples)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_many_random_samples_over_ranks_equal_one_device(world):
+    random_samples(world, 100)
 
 
 @pytest.mark.parametrize("method", ["ring", "all-gather"])

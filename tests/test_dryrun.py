@@ -52,11 +52,23 @@ def test_actions_of_many_pipelines(schedule, seed):
     same(legal_job(seed, schedule))
 
 
-@pytest.mark.parametrize("make", [random_job, random_context, random_experts])
-@pytest.mark.parametrize("seed", range(2))
-def test_micro_batches_are_repeated_to_the_byte(make, seed):
-    job = make(seed)
+RANDOM = pytest.mark.parametrize("make", [random_job, random_context, random_experts])
+
+
+def repeats(job: Job) -> None:
     same(with_micro_batches(job, job.train.accumulation + (4 if job.layout.pp == 1 else 0)))
+
+
+@RANDOM
+def test_micro_batches_are_repeated_to_the_byte(make):
+    repeats(make(0))
+
+
+@pytest.mark.sweep
+@RANDOM
+@pytest.mark.parametrize("seed", range(1, 20))
+def test_micro_batches_of_many_jobs(make, seed):
+    repeats(make(seed))
 
 
 def deep(seed: int) -> Job:
@@ -72,13 +84,13 @@ def deep(seed: int) -> Job:
     return replace(job, model=model, train=train)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_layers_are_repeated_to_the_byte(seed):
     same(deep(seed))
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(3, 100))
+@pytest.mark.parametrize("seed", range(2, 100))
 def test_layers_of_many_models(seed):
     same(deep(seed))
 

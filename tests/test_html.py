@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from grids import PARTS, expert_traffic_grid, traffic_grid
 from pages import parsed
 from plait.cli.main import main
 from plait.cost.ledger import MEMORY_CLASSES
 from plait.report.build import report
-from plait.report.facts import flags, traffic_axes
+from plait.report.facts import axes_used, flags
 from plait.report.html import page
 from plait.report.numbers import amount
 from plait.report.timeline import IN_A_PAGE, drawn
 from plait.rules import check
 from plait.spec.findings import error
-from plait.spec.grid import expert_traffic_grid, traffic_grid
 from plait.spec.jobfile import read_job
 
 SMALL = {"model": "llama3.1-8b", "seq_len": 2048}
@@ -220,14 +220,13 @@ def test_every_rank_sends_what_the_report_says(case):
 def test_groups_are_those_of_the_grid(case):
     job, said, _, _ = case
     dense, expert = traffic_grid(job.layout), expert_traffic_grid(job.layout)
-    made_of = {"fsdp": ("ulysses", "cp", "dp_shard"), "world": dense.axes}
-    seen = {axis.name for axis in traffic_axes(said)}
+    seen = {axis.name for axis in axes_used(said)}
     assert {row["axis"] for row in said["traffic"]} <= seen
     world = said["world"]
-    for axis in traffic_axes(said):
+    for axis in axes_used(said):
         grid = expert if axis.name in ("etp", "ep", "edp") else dense
         for rank in {0, 1, 5, world // 2, world - 1} & set(range(world)):
-            group = grid.group(rank, *made_of.get(axis.name, (axis.name,)))
+            group = grid.group(rank, *PARTS.get(axis.name, (axis.name,)))
             assert list(axis.group(rank)) == sorted(group), (axis, rank)
 
 
@@ -244,6 +243,8 @@ def test_memory_bars_are_to_the_scale_of_the_device(case):
     held = said["memory"]
     bars = [b for b in next(tree.all("div", class_="bars")).all("div", class_="bar")]
     labels = [bar.attributes["aria-label"] for bar in bars]
+    for label in labels:  # one stage, or several that are alike
+        assert re.match(r"stage \d+, |stages \d+[-,]", label), label
     besides = {"reserved": held["reserved_bytes"], "context": held["context_bytes"]}
     scale = max(held["device_bytes"], held["peak_bytes"] + sum(besides.values()))
     for row in held["by_stage"]:

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
+from grids import expert_traffic_grid, traffic_grid
 from plait.report.build import report
 from plait.report.html import page
 from plait.report.numbers import amount
 from plait.report.timeline import drawn
 from plait.rules import check
-from plait.spec.grid import expert_traffic_grid, traffic_grid
 from plait.spec.jobfile import read_job
 
 pytestmark = pytest.mark.browser

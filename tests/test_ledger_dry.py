@@ -105,12 +105,12 @@ def agree(job: Job, full: bool) -> None:
     assert differences(traffic(job), measure(job, full).traffic) == []
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_layouts(seed):
     agree(random_job(seed), full=True)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_layouts_with_context_parallelism(seed):
     job = random_context(seed)
     measured = measure(job, full=True)
@@ -119,13 +119,13 @@ def test_random_layouts_with_context_parallelism(seed):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(2000, 3000))
+@pytest.mark.parametrize("seed", [*range(12, 24), *range(2000, 3000)])
 def test_many_random_layouts_with_context_parallelism(seed):
     test_random_layouts_with_context_parallelism(seed)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(1000, 2000))
+@pytest.mark.parametrize("seed", [*range(20, 40), *range(1000, 2000)])
 def test_many_random_layouts(seed):
     agree(random_job(seed), full=True)
 

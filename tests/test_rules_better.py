@@ -13,7 +13,6 @@ from plait.cost.memory import memory
 from plait.cost.traffic import traffic
 from plait.rules import check
 from plait.rules.neighbour import neighbour
-from plait.rules.numbers import leaves_domain
 from plait.schedules.job import timeline
 from plait.spec import presets
 from plait.spec.findings import UserError
@@ -195,24 +194,6 @@ def test_suggestions_are_legal_and_better_many_times():
     for said, job in samples(1500, seed=7):
         spoke |= hold(said, job)
     assert spoke >= LESS.keys()
-
-
-def test_the_domain_of_a_rule_is_that_of_the_ledger():
-    """What rules say leaves the fast domain is what the report says does, and nothing else."""
-    for _, job in samples(300, seed=3):
-        layout, cluster = job.layout, job.cluster
-        ring, world = layout.cp // max(1, layout.ulysses), layout.world
-        said = {
-            "tp": leaves_domain(cluster, 1, layout.tp, world),
-            "ulysses": leaves_domain(cluster, layout.tp, layout.ulysses, world),
-            "cp": leaves_domain(cluster, layout.tp * layout.ulysses, ring, world),
-            "fsdp": leaves_domain(cluster, layout.tp, layout.fsdp, world),
-            "ep": leaves_domain(cluster, layout.etp, layout.ep, world),
-        }
-        sizes = {"tp": layout.tp, "ulysses": layout.ulysses, "cp": ring}
-        sizes |= {"fsdp": layout.fsdp, "ep": layout.ep}
-        used = {axis for axis, size in sizes.items() if size > 1}
-        assert far_axes(layout, cluster, used) == {a for a in used if said[a]}, layout
 
 
 def test_the_ranks_of_a_group_are_not_listed(monkeypatch):

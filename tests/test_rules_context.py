@@ -72,7 +72,10 @@ def test_a_short_piece_does_not_hide_a_ring():
     finding = long("ring-not-hidden", cp=64)
     assert finding.level == "note"
     assert "2048 positions" in finding.message
-    assert "about 98" in finding.message
+    # 2 bytes / 4 x 989e12 / 50e9, and 64 such pieces.
+    assert "below about 9890 a block" in finding.message
+    assert f"from {9890 * 64} tokens on" in finding.message
+    assert long("ring-not-hidden", cp=64, seq_len=9890 * 64) is None
     assert long("ring-not-hidden", cp=8) is None
     assert "about 109" in long("ring-not-hidden", cp=8, seq_len=4096).message
     assert long("ring-not-hidden", cp=64, cp_method="all-gather") is None

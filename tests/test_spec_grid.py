@@ -1,10 +1,15 @@
 """Both grids against groups that Megatron-LM's own generator printed, and as bijections."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid
+from grids import groups_of
+from plait.cost.links import far_axes
+from plait.spec import presets
+from plait.spec.grid import FLATTENED, Grid, dense_grid, expert_grid, traffic_axes
 from plait.spec.layout import Layout
 
 
@@ -91,3 +96,35 @@ def test_groups_part_the_ranks(sizes, data):
             tuple(i for a, i in grid.coordinate(rank).items() if a not in axes) for rank in group
         }
         assert len(fixed) == 1
+
+
+@st.composite
+def layouts(draw):
+    """Layouts of up to some hundred ranks, also of numbers that are no powers of two."""
+
+    def part(n):
+        return draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
+
+    tp, cp, pp, replicate, shard = (draw(st.sampled_from((1, 2, 3, 4))) for _ in range(5))
+    ep = part(tp * cp * shard)
+    etp = part(tp * cp * shard // ep)
+    world = tp * cp * pp * replicate * shard
+    given = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": replicate, "dp_shard": shard}
+    return Layout.fill(world, **given, ulysses=part(cp), ep=ep, etp=etp)
+
+
+@given(layouts(), st.sampled_from((2, 4, 6, 8, 16, 72)))
+def test_axes_are_the_groups_of_the_grids_and_leave_domains_where_these_do(layout, domain):
+    cluster = replace(presets.cluster(f"h100:{layout.world}"), fast_domain=domain)
+    far = set()
+    for axis in traffic_axes(layout):
+        groups = groups_of(layout, axis.name)
+        assert sorted({tuple(axis.group(rank)) for rank in range(layout.world)}) == groups
+        for group in groups:
+            assert [axis.at(rank) for rank in group] == list(range(axis.size))
+        if any(len({rank // domain for rank in group}) > 1 for group in groups):
+            far.add(axis.name)
+    names = {axis.name for axis in traffic_axes(layout)}
+    assert far_axes(layout, cluster, names) == far
+    assert far_axes(layout, cluster, ["tp"]) == far & {"tp"}
+    assert far_axes(layout, None, names) == set()

@@ -208,14 +208,11 @@ def test_folder_without_a_config(tmp_path):
 def test_clusters():
     gb200 = presets.cluster("gb200:72")
     assert (gb200.devices, gb200.node, gb200.fast_domain) == (72, 4, 72)
-    assert gb200.crosses(tuple(range(72))) is False
     h100 = presets.cluster("h100:64")
     assert (h100.name, h100.devices, h100.node, h100.fast_domain) == ("h100:64", 64, 8, 8)
     assert (h100.memory, h100.memory_bandwidth) == (80 * 10**9, 3.35e12)
     assert h100.peak_flops == {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12}
     assert (h100.link, h100.nic) == (450e9, 50e9)
-    assert h100.crosses((7, 8))
-    assert not h100.crosses((0, 7))
     assert [h100.bandwidth(size) for size in (2, 8)] == [450e9, 450e9]
     mesh = presets.cluster("mi300x:8")  # a link of 64 GB/s to each of seven others
     assert [mesh.bandwidth(size) for size in (2, 4, 8)] == [64e9, 192e9, 448e9]
@@ -287,5 +284,12 @@ def test_broken_cluster_file_all_at_once(tmp_path):
     path = tmp_path / "mine.json"
     broken = CLUSTER | {"node": 0, "memorry": 3, "peak_flops": {"bfloat16": "fast"}, "link": "x"}
     path.write_text(json.dumps({k: v for k, v in broken.items() if k != "devices"}))
-    wheres = {f.where.rpartition(".")[2] for f in refused(presets.cluster, str(path))}
-    assert wheres == {"node", "memorry", "peak_flops", "link", "devices"}
+    wheres = {f.where.removeprefix(f"{path}.") for f in refused(presets.cluster, str(path))}
+    assert wheres == {"node", "memorry", "peak_flops.bfloat16", "link", "devices"}
+
+
+def test_a_peak_that_is_none_is_named(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(CLUSTER | {"peak_flops": {"bfloat16": None, "float16": 1e14}}))
+    (found,) = refused(presets.cluster, str(path))
+    assert found.line() == f"{path}.peak_flops.bfloat16: None is not a number"

@@ -11,7 +11,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plait.rules import check
+from plait.rules import check, errors
+from plait.rules.mend import mended
 from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Job
 from plait.spec.jobfile import SHORT, TABLES, Purpose, draft_job, job_paths
@@ -207,17 +208,27 @@ def load_job(
         message = f"two models: {model} and --model {overrides['model']}"
         findings = [*findings, error("model", overrides["model"], message, model)]
     job, problems = draft_job(purpose, file, overrides, model=model, world=world)
-    found = check(job, purpose) if job is not None else []
-    if job is not None and further is not None:
-        found += further(job)
-    # A file that cannot be read is a wrong question, not a layout that is illegal.
-    problems = [*findings, *problems, *(f for f in found if f.rule == "unreadable")]
+    if job is None:
+        raise UserError([*findings, *problems])
+
+    def ask(changes: Mapping[str, Any]) -> list[Finding]:
+        told = {path: text for path, text in overrides.items() if path not in changes}
+        other, wrong = draft_job(purpose, file, told | changes, model=model, world=world)
+        return wrong + (errors(other, purpose) if other is not None else [])
+
+    # A draft is good for finding what else is illegal, and for nothing more.
+    found = errors(job, purpose) if problems else check(job, purpose)
+    found = mended(job, [*problems, *found], ask)
+    problems, found = found[: len(problems)], found[len(problems) :]
+    found += further(job) if further is not None else []
+    # A file that cannot be read, or a word that means nothing, is a wrong question and not a
+    # layout that is illegal.
+    unknown = (f for f in found if f.rule in ("unreadable", "words"))
+    problems = [*findings, *problems, *unknown]
     if problems:
-        # The draft is good for finding what else is illegal, and for nothing more.
         said = {(f.where, f.message) for f in problems}
-        errors = [f for f in found if f.level == "error" and (f.where, f.message) not in said]
-        raise UserError([*problems, *errors])
-    assert job is not None
+        more = [f for f in found if f.level == "error" and (f.where, f.message) not in said]
+        raise UserError([*problems, *more])
     return job, found
 
 

@@ -20,9 +20,10 @@ _QUIET = 2.0
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    given, question = ask("dryrun", _WORDS, argv, _flags)
+    given, question = ask("dryrun", _WORDS, argv, _flags, _no_number)
     job, found = question.job, question.findings
-    rank, wrong = _rank(given.get("rank"), job.layout.world)
+    rank = int(given["rank"]) if "rank" in given else None
+    wrong = _no_such_rank(rank, job.layout.world)
     if question.serving is not None:
         message = "what is run is the training program; plait explain says what serving holds"
         wrong.append(error("from", given["from"], message, rule="not-built"))
@@ -44,18 +45,21 @@ def _flags(parser: ArgumentParser) -> Mapping[str, str]:
     return {"--rank": "rank"}
 
 
-def _rank(text: str | None, world: int) -> tuple[int | None, list[Finding]]:
-    """The rank that was asked for, and what is wrong with it."""
-    if text is None:
-        return None, []
+def _no_number(given: Mapping[str, str]) -> list[Finding]:
+    """What is wrong with the rank that was asked for, whatever ranks there are."""
+    text = given.get("rank", "0")
     try:
-        rank = int(text)
+        int(text)
     except ValueError:
-        return None, [error("rank", text, "must be a number", 0)]
+        return [error("rank", text, f"{text!r} is not a whole number", 0)]
+    return []
+
+
+def _no_such_rank(rank: int | None, world: int) -> list[Finding]:
+    if rank is None or 0 <= rank < world:
+        return []
     nearest = min(max(rank, 0), world - 1)
-    if rank != nearest:
-        return None, [error("rank", rank, f"there are ranks 0 to {world - 1}", nearest)]
-    return rank, []
+    return [error("rank", rank, f"there are ranks 0 to {world - 1}", nearest)]
 
 
 def _progress() -> Callable[[str], None]:

@@ -8,6 +8,7 @@ from typing import Any
 from plait.cli.arguments import FLAGS, add_launch, job_parser, model_or_file, parse
 from plait.cli.files import outputs, write
 from plait.cli.question import Question, asked, launched
+from plait.spec.findings import Finding
 from plait.spec.job import Job
 
 _WORDS = """\
@@ -32,17 +33,19 @@ def ask(
     words: str,
     argv: Sequence[str],
     own: Callable[[ArgumentParser], Mapping[str, str]] = lambda _: {},
+    wrong: Callable[[Mapping[str, Any]], list[Finding]] = lambda _: [],
 ) -> tuple[Mapping[str, Any], Question]:
     """The question of a command that answers with a REPORT: its flags, and what they ask.
 
-    own: adds flags of the command's own to the parser, and returns those with a value.
+    own: adds flags of the command's own to the parser, and returns those with a value. wrong: what
+    is wrong with their values.
 
     Raises:
         UserError: every problem of arguments, file and fields, the page's file among them.
     """
     parser, flags = asking(command, words)
     given, subjects, findings = parse(argv, parser, flags | own(parser))
-    findings = [*findings, *outputs(given, ["html"])]
+    findings = [*findings, *outputs(given, ["html"]), *wrong(given)]
     if "from" in given:
         return given, launched(given["from"], subjects, given, findings)
     file, model, more = model_or_file(subjects)

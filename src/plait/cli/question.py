@@ -14,6 +14,7 @@ from plait.dialects.launch import Launch, Told, Written
 from plait.dialects.nearest import nearest_legal, of_training, smallest_world
 from plait.dialects.source import Source, source_of
 from plait.rules import serving as serving_rules
+from plait.rules.mend import mended
 from plait.spec import presets
 from plait.spec.findings import LEVELS, Finding, UserError, error
 from plait.spec.job import Job
@@ -105,29 +106,50 @@ def asked(
     if model is not None and "model" in overrides:
         message = f"two models: {model} and --model {overrides['model']}"
         findings.append(error("model", overrides["model"], message, model))
-    made = draft("plan", file, overrides, model=model)
-    return _question(made, findings)
+
+    def make(changes: Mapping[str, Any]) -> Draft:
+        return draft("plan", file, overrides | changes, model=model)
+
+    return _question(make, findings)
 
 
 def _question(
-    made: Draft,
+    make: Callable[[Mapping[str, Any]], Draft],
     wrong: Sequence[Finding],
     judge: Callable[[Job], list[Finding]] = of_training,
 ) -> Question:
-    found = judge(made.job) if made.job is not None else []
-    # A file that cannot be read is a wrong question, not a layout that is illegal.
-    wrong = [*wrong, *(f for f in found if f.rule == "unreadable")]
-    said = {(f.where, f.message) for f in (*wrong, *made.findings)}
-    more = [f for f in found if (f.where, f.message) not in said]
-    if wrong or not made.understood:
-        # The draft is good for finding what else is illegal, and for nothing more.
-        found = [*wrong, *made.findings, *(f for f in more if f.level == "error")]
-        # Two places may ask for the same.
-        raise UserError({f.line(): f for f in found}.values())
-    assert made.job is not None
-    if made.findings:
-        more = [f for f in more if f.level == "error"]
-    return Question(made.job, [*made.findings, *more], made)
+    """
+    Args:
+        make: the draft with some fields changed. wrong: what is wrong with the arguments.
+        judge: what the rules say of a job.
+    """
+
+    def errors(made: Draft) -> list[Finding]:
+        """What is illegal beside what the draft says itself."""
+        found = judge(made.job) if made.job is not None else []
+        return [f for f in found if f.level == "error"]
+
+    def ask(changes: Mapping[str, Any]) -> list[Finding]:
+        made = make(changes)
+        return made.findings + errors(made)
+
+    made = make({})
+    if made.job is None:
+        raise UserError(_once([*wrong, *made.findings]))
+    # A draft is good for finding what else is illegal, and for nothing more.
+    found = errors(made) if made.findings else judge(made.job)
+    found = mended(made.job, [*made.findings, *found], ask)
+    # A file that cannot be read, or a word that means nothing, is a wrong question, not a layout
+    # that is illegal.
+    meaningless = [f for f in found if f.rule in ("unreadable", "words")]
+    if wrong or meaningless or not made.understood:
+        raise UserError(_once([*wrong, *(f for f in found if f.level == "error")]))
+    return Question(made.job, _once(found), made)
+
+
+def _once(found: Sequence[Finding]) -> list[Finding]:
+    """Without repetitions: two places may find the same."""
+    return list({f.line(): f for f in found}.values())
 
 
 def launched(
@@ -162,14 +184,18 @@ def launched(
     if not fields.keys() & {"ranks", "gpus"}:
         fields["ranks"], assumed = smallest_world(fields)
         notes.append(assumed)
-    made = draft("plan", None, fields)
-    if not any(key.partition(".")[0] == "model" for key in fields):
-        if not any(f.where == "model" for f in wrong):
-            message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
-            wrong.append(error("model", None, message, rule="no-model"))
-        made = replace(made, findings=[f for f in made.findings if f.rule != "no-model"])
+    asked_for = any(f.where == "model" for f in wrong)
+    if not asked_for and not any(key.partition(".")[0] == "model" for key in fields):
+        message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
+        wrong.append(error("model", None, message, rule="no-model"))
+
+    def make(changes: Mapping[str, Any]) -> Draft:
+        made = draft("plan", None, fields | changes)
+        # That there is no model has been said, in the words of the launch.
+        return replace(made, findings=[f for f in made.findings if f.rule != "no-model"])
+
     judge = _judge(launch)
-    question = replace(_question(made, wrong, judge), launch=launch)
+    question = replace(_question(make, wrong, judge), launch=launch)
     own = [*launch.findings, *language.check(launch, question.job), *notes]
     own += _strangers(launch, name)
     about = _about(name, language.VERSION, launch, source.name)

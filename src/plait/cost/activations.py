@@ -6,6 +6,8 @@ compute dtype, a of an accurate one. "Keeps" is what autograd holds until the mo
 the rest is dropped where Python drops it. Below, n is a number of elements.
 """
 
+from collections.abc import Callable
+
 from plait.cost.context import Core, needs_calls
 from plait.cost.ends import Ends
 from plait.cost.latent import Latents
@@ -96,8 +98,9 @@ class Chunk(Maps):
                     if self.queue is not None:
                         engine.release_all(unit)
                     engine.gather(unit - 1, unit - 2)
-                tape.enter("backward", "activations")
+                    self.ends.leave_head()
             elif name == "embed":
+                tape.drop(self.kept)
                 self.ends.embed_backward()
             else:
                 if self.layout.recompute == "full":
@@ -107,7 +110,8 @@ class Chunk(Maps):
                     with tape.during(self.whole if first else 0, "buffers"):
                         self.layer(_number(name), keep=True, stop=True)
                 self.layer_backward(_number(name))
-        tape.drop(self.kept)  # of the context
+        tape.drop(0 if part.embed else self.kept)  # of the context
+        tape.drop(2 * self.s.a if part.head else 0, "logits")  # the loss, and its gradient
         # Where a branch has no norm before it, a map that is put off keeps the chunk's input.
         keeps = self.queue is not None and not self.before and part.layers
         tape.drop(self.owed + (0 if part.embed or keeps else self.stream))
@@ -116,6 +120,11 @@ class Chunk(Maps):
         """Bytes that are let go with a branch's input: none if that is the chunk's."""
         first = branch == "attention" and i == self.part.layers.start
         return 0 if first and not self.part.embed else self.stream
+
+    def sum_gradients(self) -> None:
+        """Both ways into a branch's input are summed into a tensor of their own."""
+        self.tape.spike(self.stream)
+        self.drop_gradient()
 
     def drop_gradient(self) -> None:
         """The gradient of the stream has been used, and another takes its place. A map that was
@@ -138,10 +147,12 @@ class Chunk(Maps):
         seq = s.tokens if self.layout.cp > 1 and self.job.data.document_mask else s.seq
         if model.positions == "rope":
             dim = model.mla.rope_dim if model.mla else s.dim
-            tape.spike((12 * seq + s.c * seq // 2) * dim)  # angles, sines in float64
+            # Angles, frequencies, sines in float64; or the tables made of what was rounded.
+            tape.spike(max(12 * seq + s.c * seq // 2, (4 + 7 * s.c // 2) * seq) * dim + 4 * dim)
             tables = 2 * s.c * seq * dim * (1 if model.rope_local_theta is None else 2)
             tape.take(tables)
         again = self.layout.recompute == "full" or self.again("attention")
+        passing -= self.ends.positions
         self.kept = (tables + (passing if again else 0)) if self.part.layers else 0
         return passing + tables - self.kept
 
@@ -150,9 +161,13 @@ class Chunk(Maps):
     def norm_keeps(self, rows: int, width: int, sharded: bool) -> int:
         """What a norm keeps beside its input."""
         s, n = self.s, rows * width
+        offset = self.model.norm_offset  # then the weights that it has are a tensor of their own
         if sharded:  # the input made accurate, its root mean square, the result before scaling
-            return (s.a * n if self.coarse else 0) + s.a * n + s.a * rows
-        return s.a * rows if self.model.norm == "rms" else 2 * s.c * rows
+            weights = s.a * width if self.coarse or offset else 0
+            return (s.a * n if self.coarse else 0) + s.a * n + s.a * rows + weights
+        if self.model.norm == "rms":
+            return s.a * rows + (s.a * width if offset else 0)
+        return 2 * s.c * rows + (s.c * width if offset else 0)
 
     def norm(self, rows: int, width: int, keep: bool, sharded: bool = False) -> None:
         """Leaves the output."""
@@ -164,22 +179,31 @@ class Chunk(Maps):
         tape.take(s.c * n + (keeps if keep else 0))
 
     def norm_backward(
-        self, name: str, rows: int, width: int, sharded: bool = False, moment: str = ""
+        self,
+        name: str,
+        rows: int,
+        width: int,
+        kept: int,
+        input: str = "",
+        sharded: bool = False,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Turns the output's gradient into the input's; drops what the norm kept. A moment that
-        begins when the input's gradient is there begins before the parameters' arrive."""
+        """Turns the output's gradient into the input's; drops what the norm kept, and of the input,
+        which is of class `input`, so many bytes. `then`: what is done with the input's gradient
+        before the parameters' arrive."""
         s, tape, n = self.s, self.tape, rows * width
         if self.model.norm == "rms" or sharded:
-            # Coarse: accurate copies of input and gradient, their product, the result.
-            tape.spike((4 * s.a + s.c if self.coarse else 2 * s.a) * n)
+            # Coarse: accurate copies of input and gradient, their product, the result; of the
+            # weights too. Else the weights' gradient comes while the product is there.
+            copies = 4 * s.a + s.c if self.coarse else 2 * s.a
+            tape.spike(copies * n + s.a * (rows + width))
         else:
-            tape.spike(s.c * n)
+            tape.spike(s.c * (n + 2 * width))
         tape.drop(self.norm_keeps(rows, width, sharded))
-        if moment:
-            tape.enter(moment, tape.kind)
-        self.arrive(f"{name}.weight")
-        if self.model.norm == "layer":
-            self.arrive(f"{name}.bias")
+        tape.drop(kept, input)
+        kind = tape.kind
+        then()
+        self.arrive(f"{name}.weight", f"{name}.bias", kind=kind)
 
     # -- attention and MLP: [t, hidden] -> [t, hidden]
 
@@ -244,9 +268,9 @@ class Chunk(Maps):
 
     def attention_backward(self, name: str, i: int) -> None:
         """Leaves the input's gradient; the output's is the caller's."""
-        kept = self.stream if self.before else self.input_keeps(i, "attention")
+        input = self.stream if self.before else self.input_keeps(i, "attention")
         if self.latents:
-            self.latents.backward(name, i, kept)
+            self.latents.backward(name, i, input)
             return
         s, tape, model, core = self.s, self.tape, self.model, self.core(i)
         q, kv = s.c * s.tokens * s.q, s.c * s.tokens * s.kv
@@ -264,11 +288,11 @@ class Chunk(Maps):
             tape.spike(2 * q)
         if model.qk_norm:
             for part, heads, width in (("k", s.kv_heads, s.kv), ("q", s.heads, s.q)):
+                kept = 0 if self.sharded and self.coarse else s.c * s.tokens * width
                 shape = self.qk_shape(heads, width)
-                self.norm_backward(f"{name}.{part}_norm", *shape, self.sharded)
-                tape.drop(0 if self.sharded and self.coarse else s.c * s.tokens * width)
+                self.norm_backward(f"{name}.{part}_norm", *shape, kept, sharded=self.sharded)
         maps = {f"{name}.q": s.q, f"{name}.k": s.kv, f"{name}.v": s.kv}
-        self.fan_out_backward(maps, kept)
+        self.fan_out_backward(maps, input)
 
     def mlp(self, i: int, keep: bool, stop: bool = False) -> None:
         """As `attention`."""
@@ -306,11 +330,14 @@ class Chunk(Maps):
             self.tape.spike(8 * n + n + 2 * s.c * n)
             self.tape.take(s.c * n + (n if keep else 0))
 
-    def dropout_backward(self) -> None:
-        """Leaves a gradient of its own beside the output's; drops the mask."""
+    def dropout_backward(self, then: Callable[[], None] = lambda: None) -> None:
+        """Leaves a gradient of its own beside the output's, of which `then` may let go; drops the
+        mask."""
         if self.model.dropout:
-            self.tape.take(2 * self.stream)
-            self.tape.drop(self.stream + self.s.rows * self.s.hidden)
+            self.tape.take(self.stream)
+            then()
+            self.tape.drop(self.s.rows * self.s.hidden)
+            self.tape.spike(self.stream)
 
     # -- a layer
 
@@ -339,7 +366,8 @@ class Chunk(Maps):
             if self.model.dropout:
                 tape.drop(stream)
             if branch == "mlp":
-                tape.drop(self.local)
+                mixed = self.mixture and self.model.is_moe(i) and self.mixture.gathers
+                tape.drop(self.local, "buffers" if mixed and ends else "")
         if not keep:
             tape.drop(stream)  # the stream between the branches
 
@@ -356,9 +384,9 @@ class Chunk(Maps):
                 if self.again("norm"):
                     self.norm(s.rows, s.hidden, keep=True)
                     tape.drop(self.stream)
-                self.norm_backward(f"{unit}.{branch}_out_norm", s.rows, s.hidden)
                 # Its input is dropped; what it made is new where nothing before it was.
-                tape.drop(self.stream if self.model.dropout else 0)
+                kept = self.stream if self.model.dropout else 0
+                self.norm_backward(f"{unit}.{branch}_out_norm", s.rows, s.hidden, kept)
             if self.again(branch):
                 # The last map asks for its input once its gradient has been gathered.
                 mixed = branch == "mlp" and self.model.is_moe(i)
@@ -375,11 +403,11 @@ class Chunk(Maps):
                 if self.again("norm"):
                     self.norm(s.rows, s.hidden, keep=True)
                     tape.drop(self.stream)
-                self.norm_backward(f"{unit}.{branch}_norm", s.rows, s.hidden)
-                tape.drop(self.input_keeps(i, branch))
-            # Both ways into the branch's input are summed into a tensor of their own.
-            tape.spike(self.stream)
-            self.drop_gradient()
+                kept = self.input_keeps(i, branch)
+                name, then = f"{unit}.{branch}_norm", self.sum_gradients
+                self.norm_backward(name, s.rows, s.hidden, kept, then=then)
+            else:
+                self.sum_gradients()
 
 
 def _number(unit: str) -> int:

@@ -107,6 +107,15 @@ def told(job: Job) -> int:
     return (2 * model.moe.experts + 2) * sum(map(model.is_moe, range(model.layers)))
 
 
+def tallied(job: Job, micro_batches: int) -> int:
+    """Bytes that a mixture remembers beside those of the micro batches under way: what the last one
+    chose, and what all that have passed backward did; none: at the end of a step."""
+    moe, tables = job.model.moe, 1 if job.model.moe.capacity is None else 2
+    chosen, losses = 8 * moe.experts, 2 * size_of(dtypes_of(job).wide)
+    # The first one's are in the tally as they are; then sums are made of them.
+    return (tables * chosen, 0, tables * chosen + losses, 2 * chosen + losses)[micro_batches]
+
+
 def expert_traffic(
     job: Job, ledger: TrafficLedger, stage: int, part: Part, routed: Routed | None = None
 ) -> None:

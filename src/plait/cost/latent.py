@@ -26,6 +26,8 @@ class Latents:
         self.chunk = chunk
         mla, s = chunk.model.mla, chunk.s
         self.mla, self.padded = mla, mla.v_dim < mla.nope_dim + mla.rope_dim
+        #: Of several heads what is padded is cut away by a copy, of one by a look at the rest.
+        self.cut = self.padded and s.heads > 1
         self.q_width, self.kv_width, self.v_width = (
             s.heads * n for n in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
         )
@@ -90,11 +92,12 @@ class Latents:
                 early = (self.q if padded else 0) + s.a * s.tokens * s.heads
                 tape.drop(early)
                 kept -= early
-        tape.take(self.v if padded else 0)
+        cut = self.v if self.cut and not core else 0
+        tape.take(cut)
         chunk.leave_or_stop(chunk.model.o_bias, stop)
         tape.drop(names)
         if not keep:
-            tape.drop(kept + self._scores(core) + (self.v if padded else 0))
+            tape.drop(kept + self._scores(core) + cut)
 
     def _normed(self, rank: int, width: int, keep: bool) -> None:
         """A latent, normed, to the parts of heads."""
@@ -107,8 +110,9 @@ class Latents:
         """As `Chunk.attention_backward`; `kept` bytes go with the input."""
         chunk, mla, core = self.chunk, self.mla, self.chunk.core(i)
         tape, q, v = chunk.tape, self.q, self.v
-        own = core.output if core else v if self.padded else 0
-        chunk.leave_backward(f"{name}.o", self.v_width, own)
+        own = core.output if core else v if self.cut else 0
+        whole = q if self.padded and not (self.cut or core) else v
+        chunk.leave_backward(f"{name}.o", self.v_width, own, holds=whole)
         if core:
             core.backward(tape, i, chunk.queue is not None)
             tape.drop(self._beside(core))
@@ -121,14 +125,16 @@ class Latents:
         tape.drop(q + v)
         tape.take(q)
         tape.drop(q + (self.rotated if self.turns else 0))
-        self._up_backward(f"{name}.kv_up", f"{name}.kv_norm", self.kv_width, mla.kv_rank)
-        tape.drop(self._rows(self.latent))
+        self._up_backward(
+            f"{name}.kv_up", f"{name}.kv_norm", self.kv_width, mla.kv_rank, self.latent
+        )
         tape.take(self._rows(self.latent))
         tape.drop(self._rows(mla.kv_rank))
         down = {f"{name}.kv_down": self.latent}
         if self.q_rank:
-            self._up_backward(f"{name}.q_up", f"{name}.q_norm", self.q_width, self.q_rank)
-            tape.drop(self._rows(self.q_rank))
+            self._up_backward(
+                f"{name}.q_up", f"{name}.q_norm", self.q_width, self.q_rank, self.q_rank
+            )
             down = {f"{name}.q_down": self.q_rank} | down
             chunk.fan_out_backward(down, kept, local=True)
             return
@@ -145,13 +151,14 @@ class Latents:
             tape.drop(v)
         tape.take(3 * q)
         tape.drop(q)
-        later = self.chunk.queue is not None and not self.padded  # the last map keeps the output
-        tape.drop(self._scores(None) - (v if later else 0))
+        later = self.chunk.queue is not None and not self.cut  # the last map keeps the output
+        tape.drop(self._scores(None) - ((q if self.padded else v) if later else 0))
         if self.padded:
             tape.take(v)
             tape.drop(q)
 
-    def _up_backward(self, up: str, norm: str, width: int, rank: int) -> None:
-        """The gradients of heads' parts to that of a latent before its norm."""
+    def _up_backward(self, up: str, norm: str, width: int, rank: int, latent: int) -> None:
+        """The gradients of heads' parts to that of a latent before its norm, which was a part of
+        one of width `latent`."""
         self.chunk.fan_out_backward({up: width}, self._rows(rank), inputs=rank)
-        self.chunk.norm_backward(norm, self.chunk.s.rows, rank)
+        self.chunk.norm_backward(norm, self.chunk.s.rows, rank, self._rows(latent))

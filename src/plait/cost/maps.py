@@ -25,11 +25,15 @@ class PutOff(NamedTuple):
         names: parameters, in the order in which their gradients are made.
         held: (class, bytes) of what is kept for them.
         gathered: bytes of the input when it is gathered anew.
+        made: they are made there, and were not kept themselves.
+        early: what is gathered is let go before they arrive.
     """
 
     names: tuple[str, ...]
     held: tuple[tuple[str, int], ...] = ()
     gathered: int = 0
+    made: bool = True
+    early: bool = False
 
 
 class Maps:
@@ -71,35 +75,44 @@ class Maps:
         """Bytes of a parameter's gradient; a tied head's is the embedding's."""
         return self.s.c * self.numel[name if name in self.numel else TABLE]
 
-    def arrive(self, *names: str, weights: bool = False) -> None:
-        """Gradients of parameters are added to their buckets and dropped; where gradients are put
-        off, small ones are kept, as they are, for later."""
-        for name in names:
-            if name == "head.output.weight" and name not in self.numel and not self.part.embed:
-                name = TABLE
-            if name in self.numel:
-                if self.queue is not None:
-                    self.tape.take(self.weight(name))
-                    self.put_off([name], (self.tape.kind, self.weight(name)))
-                    continue
+    def arrive(self, *names: str, weights: bool = False, kind: str = "") -> None:
+        """Gradients of parameters, of class `kind`, are added to their buckets and dropped; where
+        gradients are put off, small ones are kept, as they are, for later. weights: they are there
+        already."""
+        tied = "head.output.weight" not in self.numel and not self.part.embed
+        names = (TABLE if tied and name == "head.output.weight" else name for name in names)
+        found = [(name, self.weight(name)) for name in names if name in self.numel]
+        self.tape.take(0 if weights else sum(n for _, n in found), kind)
+        for name, n in found:
+            if self.queue is not None:
+                self.put_off([name], (kind or self.tape.kind, n), made=False)
+            else:
                 self.engine.arrive(name)
-                if weights:
-                    self.tape.drop(self.weight(name))
+                self.tape.drop(n, kind)
 
-    def put_off(self, names: Sequence[str], *held: tuple[str, int], gathered: int = 0) -> None:
+    def put_off(
+        self,
+        names: Sequence[str],
+        *held: tuple[str, int],
+        gathered: int = 0,
+        made: bool = True,
+        early: bool = False,
+    ) -> None:
         """The gradients of maps are left for W; what is held for them has been taken before."""
         assert self.queue is not None
-        self.queue.append(PutOff(tuple(names), held, gathered))
+        self.queue.append(PutOff(tuple(names), held, gathered, made, early))
 
     def weight_gradients(self, queue: Sequence[PutOff]) -> None:
         """Action W: works off what was put off."""
-        tape, small = self.tape, ("norm.weight", ".bias")
-        for names, held, gathered in queue:
-            with tape.during(gathered, "buffers"):
-                for name in names:
-                    made = not name.endswith(small)
-                    tape.take(self.weight(name) if made else 0)
-                    self.arrive(name, weights=made)
+        tape = self.tape
+        for names, held, gathered, made, early in queue:
+            tape.take(gathered, "buffers")
+            for name in names:
+                tape.take(self.weight(name) if made else 0)
+                tape.drop(gathered if early else 0, "buffers")
+                self.engine.arrive(name if name in self.numel else TABLE)
+                tape.drop(self.weight(name) if made else 0)
+            tape.drop(0 if early else gathered, "buffers")
             for kind, n in held:
                 tape.drop(n, kind)
 
@@ -128,14 +141,15 @@ class Maps:
         s, tape, rows = self.s, self.tape, self.rows and not local
         tokens, inputs = s.rows if local else s.tokens, inputs or s.hidden
         stream, whole = s.c * s.rows * inputs, s.c * tokens * inputs
-        weights = [f"{name}.weight" for name in widths]
         gradients = s.c * tokens * sum(widths.values())
         if not self.columns:
             for done, (name, width) in enumerate(reversed(widths.items())):
                 weight = f"{name}.weight"
                 tape.take(stream + self.weight(weight))
-                tape.drop(s.c * tokens * width + (stream if done else 0))
+                tape.drop(s.c * tokens * width)
                 tape.drop(kept if done == len(widths) - 1 else 0, input)
+                tape.spike(stream if done else 0)  # the sum with those before
+                tape.drop(stream if done else 0)
                 self.arrive(f"{name}.bias")
                 self.arrive(weight, weights=True)
             return
@@ -151,13 +165,12 @@ class Maps:
             held = (input, 0 if others else stream), (tape.kind, gradients)
             self.put_off([n for n in names if self._has(n)], *held, gathered=gathered)
             return
-        tape.take(sum(self.weight(name) for name in weights))
+        made = [n for name in widths for n in (f"{name}.weight", f"{name}.bias") if self._has(n)]
+        tape.take(sum(map(self.weight, made)))
         tape.drop(gathered, "buffers")
         tape.drop(gradients)
         tape.drop(kept, input)
-        for name, weight in zip(widths, weights, strict=True):
-            self.arrive(weight, weights=True)
-            self.arrive(f"{name}.bias")
+        self.arrive(*made, weights=True)
 
     def _has(self, name: str) -> bool:
         return name in self.numel or name == "head.output.weight"
@@ -180,10 +193,13 @@ class Maps:
         elif self.split:
             self.tape.spike(self.whole)
 
-    def leave_backward(self, name: str, width: int, kept: int, own: int | None = None) -> None:
+    def leave_backward(
+        self, name: str, width: int, kept: int, own: int | None = None, holds: int | None = None
+    ) -> None:
         """Leaves the gradient of the map's input; of that input, which backward of the region
         needs no more, it drops `kept` bytes. The output's gradient is dropped too, unless it is
-        the stream's and goes on past the branch. own: bytes of it that are let go, if not so."""
+        the stream's and goes on past the branch. own: bytes of it that are let go, if not so.
+        holds: bytes that live as long as the input, if it is a part of more."""
         s, tape, weight = self.s, self.tape, f"{name}.weight"
         if self.columns:  # the bias is added for itself; otherwise it is the map's
             self.arrive(f"{name}.bias")
@@ -195,7 +211,7 @@ class Maps:
             with tape.during(gathered, "buffers"):
                 tape.drop(own if self.rows else 0)
                 tape.take(input + (self.stream if self.rows else 0))
-            held = (tape.kind, input), (tape.kind, self.stream)
+            held = (tape.kind, input if holds is None else holds), (tape.kind, self.stream)
             self.put_off([weight], *held, gathered=gathered)
             self.shared = not self.rows and not own
             return

@@ -17,8 +17,7 @@ functions of `models/layers.py`, `parallel/tensor.py` and torch:
     put off      from I to W of each map its input and its outputs' gradients (`cost/maps.py`)
 
 T tokens of a micro batch, H hidden, q, kv, f, V this rank's widths. Full recompute keeps the
-stream alone; selective recompute keeps a module's input. Not counted: what kernels use inside,
-and tensors of a few numbers a token.
+stream alone; selective recompute keeps a module's input. Not counted: what kernels use inside.
 """
 
 from collections import Counter
@@ -26,6 +25,7 @@ from collections.abc import Iterable, Iterator
 
 from plait.cost.data import buckets_of
 from plait.cost.dtypes import dtypes_of
+from plait.cost.ending import Ending
 from plait.cost.ledger import StageMemory
 from plait.cost.parts import parts_of
 from plait.cost.pipeline import shared
@@ -55,9 +55,10 @@ def memory_by_stage(job: Job) -> Iterator[list[StageMemory]]:
         programs, place, split = with_transfers(table), table.place, table.split
     for stage, (parts, actions) in enumerate(zip(parts_of(job), programs, strict=True)):
         buckets = [b for part in parts for b in buckets_of(job, part.chunk)]
-        tape = Tape(states(job, buckets))
+        ending, held = Ending.of(job, parts, buckets), states(job, buckets)
+        tape = Tape(held | {"optimizer": held["optimizer"] + ending.counts - ending.momentless})
         step = Step(job, parts, split, tape)
-        step.run(actions, place, _exchanged(job, stage), _cast(job, buckets), _own(job))
+        step.run(actions, place, _exchanged(job, stage), _own(job), ending)
         yield [
             StageMemory(stage, moment, **tape.peaks[moment], total=tape.most[moment])
             for moment in MOMENTS
@@ -97,13 +98,6 @@ def states(job: Job, buckets: Iterable[Bucket]) -> dict[str, int]:
     return dict(held)
 
 
-def _cast(job: Job, buckets: Iterable[Bucket]) -> int:
-    """Bytes of gradients in the master dtype, where they have another: all of this rank's at
-    once."""
-    _, m, g = element_bytes(job)
-    return m * sum(b.size // _shards(job, b) for b in buckets) if m != g else 0
-
-
 def _exchanged(job: Job, stage: int) -> int:
     """Bytes of what comes from other stages of one bucket's gradients, the most at a time."""
     if job.layout.pp == 1:
@@ -116,9 +110,9 @@ def _exchanged(job: Job, stage: int) -> int:
 
 def _own(job: Job) -> int:
     """Bytes of tokens and targets (int64) of all micro batches, cut out under context parallelism:
-    until then they are the loader's."""
+    until then they are the loader's. Cut document by document, samples have positions too."""
     tokens = job.layout.micro_batch * local_seq(job) * job.train.accumulation
-    return 16 * tokens if job.layout.cp > 1 else 0
+    return (24 if job.data.document_mask else 16) * tokens if job.layout.cp > 1 else 0
 
 
 def _shards(job: Job, bucket: Bucket) -> int:

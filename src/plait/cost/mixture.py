@@ -12,7 +12,7 @@ and where weight gradients are put off from I to W a (2 H + 3 f), and n H of the
 Rows are never padded; on their way they are there twice, once as they go and once as they come.
 """
 
-from plait.cost.expert import first_rows, own_tokens
+from plait.cost.expert import first_rows, own_tokens, tallied
 from plait.cost.maps import Maps
 
 
@@ -35,21 +35,30 @@ class Mixture:
         self.matrix = a * moe.experts * s.hidden if self.coarse else 0
         self.scores, choices = a * n * moe.experts, n * moe.topk
         #: What the router keeps, and what tells rows where they go.
-        self.routing = self._routing(choices)
+        self.routing = self._routing(n, choices)
         self.choices = (8 + a) * choices  # experts and weights
         self.way = 8 * (2 * choices + rows.chosen)
+        self.way += choices if rows.chosen < choices else 0  # which go to none
+        self.weights = a * choices
+        #: How many rows go where, which ranks tell each other.
+        self.counted = 8 * (moe.experts * (2 if layout.ep > 1 else 1) + 1)
+        self.gathered = 8 * moe.experts * layout.etp if layout.etp > 1 else 0
         #: Rows of one rank have been sorted by it.
         self.sorts = layout.ep * layout.etp > 1
         self.order = 8 * rows.all if self.sorts else 0
         self.width = (moe.shared_ffn or moe.shared * moe.ffn) // layout.tp
 
-    def _routing(self, choices: int) -> int:
-        moe, a = self.moe, self.s.a
-        scores = (not moe.topk_first or moe.aux_loss > 0) + (moe.aux_loss > 0) + (moe.z_loss > 0)
+    def _routing(self, n: int, choices: int) -> int:
+        moe, a, layout = self.moe, self.s.a, self.chunk.layout
+        aux, z = moe.aux_loss > 0, moe.z_loss > 0
+        scores = (not moe.topk_first or aux) + aux + z
         divided = moe.normalize and not (moe.topk_first and moe.score == "softmax")
-        weights = 1 + divided
-        chosen = 8 + (9 if moe.capacity is not None else 0)
-        return scores * self.scores + choices * (weights * a + chosen)
+        sums = divided + (aux and moe.score == "sigmoid") + z  # a number a token
+        weights, chosen = 1 + divided, 8
+        if moe.capacity is not None:  # which of all ranks' tokens are within it
+            chosen += 8 + layout.tp * layout.cp
+        kept = scores * self.scores + sums * a * n + choices * (weights * a + chosen)
+        return kept + tallied(self.chunk.job, 1)
 
     @property
     def later(self) -> bool:
@@ -70,6 +79,12 @@ class Mixture:
         return self.chunk.split and self.coarse
 
     @property
+    def gathers(self) -> bool:
+        """Whether its output is what has been gathered, and is not kept."""
+        chunk = self.chunk
+        return self.parts and not (self.moe.shared or chunk.after or chunk.model.dropout)
+
+    @property
     def shared(self) -> int:
         """Bytes of an inner tensor of the shared experts."""
         return self.s.c * self.s.tokens * self.width
@@ -88,22 +103,27 @@ class Mixture:
         tape.take(self.routing)
         tape.spike(3 * self.scores)
         tape.drop(0 if keep else self.routing - self.choices)
-        tape.take(self.way)
-        self._there()
-        self._experts(keep)
-        self._back()
-        tape.take(self.token)
+        with tape.during(self.counted), tape.during(self.gathered, "buffers"):
+            tape.take(self.way)
+            self._there()
+            self._experts(keep)
+            self._back()
+            tape.take(self.token)
         if not keep:
             tape.drop(self.chosen + self.choices + self.way + self.order)
         if self.parts and (shared or not stop):
-            tape.take(stream)
+            tape.take(stream, "buffers")
             tape.drop(self.token)
+            if not (self.gathers or shared):
+                tape.move(stream, "buffers", "activations")
+        kind = "buffers" if self.parts and shared else ""
         if shared:
             self._shared(keep, stop)
             tape.take(0 if stop else stream)
-            tape.drop(0 if stop else 2 * stream)
+            tape.drop(0 if stop else stream)
+            tape.drop(0 if stop else stream, kind)
         if stop:
-            tape.drop(stream if shared else self.token)
+            tape.drop(stream if shared else self.token, kind)
         if not keep or self.copied:
             tape.drop(own)
         if keep and not (self.keeps_input or again):
@@ -187,6 +207,7 @@ class Mixture:
             own = self.token
         with tape.during(self.chosen):
             tape.take(self.chosen)
+        tape.take(self.weights)  # the gradient of what choices weigh
         tape.drop(self.chosen)  # what was kept
         tape.drop(own)
         self._moved(self.chosen, self.come, self.ep)
@@ -203,9 +224,11 @@ class Mixture:
             self._added(stream)
         self._router_backward(f"{name}.router")
         if self.parts:
-            self._moved(self.token, stream, True)
-            if moe.shared:
-                self._added(stream)
+            tape.take(stream, "buffers")
+            tape.drop(self.token)
+            tape.take(stream if moe.shared else 0)
+            tape.move(stream, "buffers", "activations")
+            tape.drop(2 * stream if moe.shared else 0)
 
     def _added(self, n: int) -> None:
         """Two gradients to their sum."""
@@ -232,28 +255,30 @@ class Mixture:
         chunk.product_backward(inner)
         if self.gated:
             self._map_backward(f"{name}.gate", rows, inner, 0)
-        self._map_backward(f"{name}.up", rows, inner, rows)
-        if self.gated:
-            self._added(rows)
+        self._map_backward(f"{name}.up", rows, inner, rows, added=self.gated)
 
-    def _map_backward(self, name: str, inputs: int, outputs: int, kept: int) -> None:
+    def _map_backward(
+        self, name: str, inputs: int, outputs: int, kept: int, added: bool = False
+    ) -> None:
         """Turns the gradient of a map's outputs into that of its inputs, of which so many bytes
-        have been kept for it."""
+        have been kept for it. added: to that of another map, before its parameters' arrive."""
         tape, chunk = self.chunk.tape, self.chunk
         names = [n for n in (f"{name}.weight", f"{name}.bias") if n in chunk.numel]
         tape.take(inputs)
         if self.later:
             chunk.put_off(names, (tape.kind, outputs), (tape.kind, kept))
+            self._added(inputs if added else 0)
             return
         tape.take(sum(chunk.weight(n) for n in names))
         tape.drop(outputs)
         tape.drop(kept)
-        for n in names:
-            chunk.arrive(n, weights=True)
+        self._added(inputs if added else 0)
+        chunk.arrive(*names, weights=True)
 
     def _router_backward(self, name: str) -> None:
         """Adds to the gradient of the tokens."""
         tape, chunk, moe = self.chunk.tape, self.chunk, self.moe
+        tape.drop(self.weights)
         tape.spike(3 * self.scores)
         names = [n for n in (f"{name}.bias", f"{name}.correction") if n in chunk.numel]
         for n in names:

@@ -17,7 +17,7 @@ from plait.cost.ledger import TrafficLedger
 from plait.cost.shapes import local_seq
 from plait.schedules.job import table_of
 from plait.schedules.table import Table
-from plait.spec.buckets import Bucket, zero_stage
+from plait.spec.buckets import Bucket, shards_of, zero_stage
 from plait.spec.chunks import TABLE
 from plait.spec.job import Job
 
@@ -45,7 +45,9 @@ def pipeline_traffic(job: Job, ledger: TrafficLedger) -> None:
         add(rank, phase, dtypes.compute, message, count)
     for stage, held in enumerate(table.held):
         for bucket, others in shared(job, table, stage, held):
-            bytes = size_of(dtypes.grad, bucket.size // (layout.fsdp if zero_stage(layout) else 1))
+            sharded = zero_stage(layout, bucket.expert) > 0
+            own = bucket.size // (shards_of(layout, bucket.expert) if sharded else 1)
+            bytes = size_of(dtypes.grad, own)
             add(stage, "backward", dtypes.grad, bytes, others)
 
 

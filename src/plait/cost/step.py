@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any
 
 from plait.cost.activations import Chunk
+from plait.cost.ending import Ending
 from plait.cost.parts import Part
 from plait.cost.tape import Tape
 from plait.schedules.table import Action
@@ -46,21 +47,23 @@ class Step:
         actions: Iterable[Action],
         place: Mapping[tuple[int, int], int],
         exchanged: int,
-        cast: int,
         own: int,
+        ending: Ending,
     ) -> None:
         """All actions of the rank, and the optimizer.
 
         Args:
             actions: with transfers. place: (chunk, micro batch) -> stage.
             exchanged: bytes of the largest gradient that comes from other stages, of all of them.
-            cast: bytes of gradients in another dtype that the optimizer is given.
             own: bytes of what is this rank's of all samples, where that is not all.
+            ending: what comes after them.
         """
         tape, sent = self.tape, Counter()
         tape.enter("forward", "activations")
-        tape.take(own)
-        tape.enter("loss", "logits")  # valid tokens are counted
+        tape.take(own + 8)  # valid tokens are counted
+        tape.enter("loss", "logits")
+        tape.enter("forward", "activations")
+        tape.take(8 + ending.begin)  # the loss
         program, seen, at, before = self.effects(actions, place), {}, 0, None
         while at < len(program):
             kind, what = program[at]
@@ -88,8 +91,7 @@ class Step:
         tape.enter("backward", "activations")
         tape.spike(exchanged)
         tape.drop(own)
-        tape.enter("optimizer", "optimizer")
-        tape.spike(cast)
+        ending.run(tape)
 
     def effects(
         self, actions: Iterable[Action], place: Mapping[tuple[int, int], int]

@@ -48,6 +48,11 @@ class Tape:
         self.now[kind or self.kind] -= n
         self.total -= n
 
+    def move(self, n: int, before: str, after: str) -> None:
+        """n bytes are of another class."""
+        self.now[before] -= n
+        self.now[after] += n
+
     @contextmanager
     def during(self, n: int, kind: str = "") -> Iterator[None]:
         """n bytes are alive within."""

@@ -8,27 +8,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from plait.cost.ledger import MEMORY_CLASSES
+from plait.spec.grid import Axis, traffic_axes
 from plait.spec.layout import Layout
 
 Row = dict[str, Any]
 Report = dict[str, Any]
-
-
-class Axis(NamedTuple):
-    """Ranks that are `size` in number and `stride` apart: a group of an axis."""
-
-    name: str
-    size: int
-    stride: int
-
-    def at(self, rank: int) -> int:
-        """The position of a rank along the axis."""
-        return rank // self.stride % self.size
-
-    def group(self, rank: int) -> range:
-        """The ranks of its group."""
-        first = rank - self.at(rank) * self.stride
-        return range(first, first + self.size * self.stride, self.stride)
 
 
 def layout_of(report: Report) -> Layout:
@@ -56,29 +40,15 @@ def stage_axis(report: Report) -> Axis:
     return next(axis for axis in grid_axes(report, "dense") if axis.name == "pp")
 
 
-def traffic_axes(report: Report) -> list[Axis]:
+def axes_used(report: Report) -> list[Axis]:
     """The axes that messages go over, by the ledger's names; those of more than one rank. Of
     serving, those of the grids."""
+    experts = has_experts(report)
     if report["serving"]:
-        axes = grid_axes(report, "dense")
-        axes += grid_axes(report, "expert")[:2] if has_experts(report) else []
-        return [axis for axis in axes if axis.size > 1]
-    layout = layout_of(report)
-    inner = layout.tp * layout.cp
-    axes = [
-        Axis("tp", layout.tp, 1),
-        Axis("ulysses", layout.ulysses, layout.tp),
-        Axis("cp", layout.cp // layout.ulysses, layout.tp * layout.ulysses),
-        Axis("fsdp", layout.fsdp, layout.tp),
-        Axis("dp_replicate", layout.dp_replicate, inner * layout.dp_shard),
-    ]
-    if has_experts(report):
-        axes += [
-            Axis("etp", layout.etp, 1),
-            Axis("ep", layout.ep, layout.etp),
-            Axis("edp", layout.expert_shards, layout.etp * layout.ep),
-        ]
-    axes += [Axis("pp", layout.pp, inner * layout.dp), Axis("world", layout.world, 1)]
+        axes = grid_axes(report, "dense") + (grid_axes(report, "expert")[:2] if experts else [])
+    else:
+        without = () if experts else ("etp", "ep", "edp")
+        axes = [a for a in traffic_axes(layout_of(report)) if a.name not in without]
     return [axis for axis in axes if axis.size > 1]
 
 

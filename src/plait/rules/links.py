@@ -5,8 +5,11 @@ fits where this one does, and for which the ledger says less, or of which more i
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
+from plait.cost.links import far_axes
 from plait.rules.context import heads_of_rank, legal_ulysses, tokens_bytes
 from plait.rules.legality import legal_tp
 from plait.rules.neighbour import (
@@ -25,7 +28,6 @@ from plait.rules.numbers import (
     element_bytes,
     in_bytes,
     in_time,
-    leaves_domain,
     slow_links,
     stream_bytes,
 )
@@ -55,7 +57,7 @@ def _of_a_step(job: Job, *axes: str) -> str:
 def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     """Tensor parallelism sends in every layer, and waits for it: it belongs on fast links."""
     layout, cluster = job.layout, job.cluster
-    if not leaves_domain(cluster, 1, layout.tp, layout.world):
+    if not far_axes(layout, cluster, ["tp"]):
         return
     # In units of an all-gather or reduce-scatter of the stream, forward and backward of a
     # layer: 2 all-reduces each way are 8; under sequence parallelism backward gathers both
@@ -80,7 +82,7 @@ def tensor_beyond_fast_domain(job: Job) -> Iterator[Finding]:
 def zero_3_over_slow_links(job: Job) -> Iterator[Finding]:
     """ZeRO-3 gathers every parameter twice a micro batch: over slow links that is felt."""
     layout, cluster = job.layout, job.cluster
-    if layout.zero != 3 or not leaves_domain(cluster, layout.tp, layout.fsdp, layout.world):
+    if layout.zero != 3 or not far_axes(layout, cluster, ["fsdp"]):
         return
     options: dict[str, dict[str, Any]] = {"zero 2": {"layout.zero": 2}}
     inner = layout.tp * layout.cp
@@ -114,7 +116,7 @@ def _time(n: float, cluster: Cluster) -> str:
 def experts_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     """Every choice of every token travels to its expert and back, forward and backward."""
     layout, cluster, moe = job.layout, job.cluster, job.model.moe
-    if moe is None or not leaves_domain(cluster, layout.etp, layout.ep, layout.world):
+    if moe is None or not far_axes(layout, cluster, ["ep"]):
         return
     layer = 4 * moe.topk * stream_bytes(job) / layout.tp * (layout.ep - 1) / layout.ep
     message = (
@@ -149,7 +151,7 @@ def ulysses_beyond_fast_domain(job: Job) -> Iterator[Finding]:
     """Nothing of attention can begin before an all-to-all has ended: it belongs on fast links."""
     layout, cluster, where = job.layout, job.cluster, "layout.ulysses"
     u = layout.ulysses
-    if not leaves_domain(cluster, layout.tp, u, layout.world):
+    if not far_axes(layout, cluster, ["ulysses"]):
         return
     layer, domain = _dealt(job, u), cluster.fast_domain
     message = (
@@ -169,8 +171,7 @@ def ulysses_beyond_fast_domain(job: Job) -> Iterator[Finding]:
 def _ring_link(job: Job) -> float | None:
     """Bytes a second of what joins the neighbours of a ring."""
     layout, cluster = job.layout, job.cluster
-    ring = layout.cp // layout.ulysses
-    far = leaves_domain(cluster, layout.tp * layout.ulysses, ring, layout.world)
+    far = far_axes(layout, cluster, ["cp"])
     return cluster.nic if far else cluster.bandwidth(2)
 
 
@@ -187,20 +188,21 @@ def ring_not_hidden(job: Job) -> Iterator[Finding]:
     flops, link = cluster.peak_flops.get(job.train.dtype), _ring_link(job)
     if layout.cp_method != "ring" or not flops or not link:
         return
-    local = job.train.seq_len * layout.ulysses // layout.cp
-    needs = model.kv_heads / model.heads * element_bytes(job) * flops / link
+    ring = layout.cp // layout.ulysses
+    local = job.train.seq_len // ring
+    needs = ceil(model.kv_heads / model.heads * element_bytes(job) * flops / link)
     if local >= needs:
         return
     message = (
-        f"a ring's rank has {local} positions of a sample; below about {needs:.0f} a block of "
+        f"a ring's rank has {local} positions of a sample; below about {needs} a block of "
         f"keys takes longer to send over {link / 1e9:.0f} GB/s than to compute with, and shows"
     )
-    whole = -(-int(needs) // local) * job.train.seq_len
-    message += f" (at cp {layout.cp} from {whole} tokens on it is hidden)"
+    dealt = f" with ulysses {layout.ulysses}" if layout.ulysses > 1 else ""
+    message += f" (at cp {layout.cp}{dealt} from {needs * ring} tokens on it is hidden)"
     # More of the ring dealt out over heads, inside the domain, leaves longer pieces.
     suggest: dict[str, Any] = {}
     for u in legal_ulysses(job):
-        near = not leaves_domain(cluster, layout.tp, u, layout.world)
+        near = not far_axes(replace(layout, ulysses=u), cluster, ["ulysses"])
         longer = job.train.seq_len * u // layout.cp
         enough = u > layout.ulysses and near and (u == layout.cp or longer >= needs)
         if enough and (found := fitting(job, [{"layout.ulysses": u}])):
@@ -216,7 +218,7 @@ def keys_gathered_far(job: Job) -> Iterator[Finding]:
     if layout.cp_method != "all-gather" or job.model.mla is not None:
         return
     inner = layout.tp * layout.ulysses
-    if not leaves_domain(cluster, inner, group, layout.world):
+    if not far_axes(layout, cluster, ["cp"]):
         return
     message = (
         f"cp {layout.cp} gathers keys and values over {slow_links(cluster)} "
@@ -253,7 +255,7 @@ def part_of_a_mesh(job: Job) -> Iterator[Finding]:
     if cluster is None or cluster.peer is None or layout.tp == 1:
         return
     speed = cluster.bandwidth(layout.tp)
-    if leaves_domain(cluster, 1, layout.tp, layout.world) or speed >= cluster.link:
+    if far_axes(layout, cluster, ["tp"]) or speed >= cluster.link:
         return
     n = sent(job, "tp")
     message = (

@@ -30,13 +30,6 @@ def stream_bytes(job: Job) -> int:
     return tokens * job.model.hidden * element_bytes(job)
 
 
-def leaves_domain(cluster: Cluster | None, inner: int, degree: int, world: int) -> bool:
-    """Whether some group of `degree` ranks, `inner` apart, leaves the fast domain."""
-    if cluster is None or degree == 1 or world <= cluster.fast_domain:
-        return False
-    return cluster.fast_domain % (inner * degree) != 0
-
-
 def beyond(cluster: Cluster, extent: int) -> str:
     """How groups over `extent` ranks in a row leave the fast domain."""
     domain = f"the fast domain of {cluster.fast_domain} devices"

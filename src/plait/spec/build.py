@@ -44,14 +44,20 @@ def check_fields(
                 )
             )
             continue
-        kind = hints[name]
-        try:
-            result[name] = convert(value, kind, path, findings)
-        except OverflowError:
-            findings.append(error(path, value, f"{value} is beyond all sizes"))
-        except (TypeError, ValueError):
-            findings.append(error(path, value, f"{value!r} is not {describe(kind)}"))
+        _put(result, name, value, hints[name], path, findings)
     return result
+
+
+def _put(
+    result: dict[str, Any], name: str, value: Any, kind: Any, path: str, findings: list[Finding]
+) -> None:
+    """The value as its type into `result`, or what is wrong with it into `findings`."""
+    try:
+        result[name] = convert(value, kind, path, findings)
+    except OverflowError:
+        findings.append(error(path, value, f"{value} is beyond all sizes"))
+    except (TypeError, ValueError):
+        findings.append(error(path, value, f"{value!r} is not {describe(kind)}"))
 
 
 def convert(value: Any, kind: Any, where: str, findings: list[Finding]) -> Any:
@@ -69,10 +75,11 @@ def convert(value: Any, kind: Any, where: str, findings: list[Finding]) -> Any:
         parts = value.split(",") if value and isinstance(value, str) else list(value)
         return tuple(convert(p, args[0], where, findings) for p in parts)
     if origin is dict:
-        return {
-            convert(k, args[0], where, findings): convert(v, args[1], where, findings)
-            for k, v in _table(value).items()
-        }
+        result: dict[str, Any] = {}
+        for key, inner in _table(value).items():
+            name = convert(key, args[0], where, findings)
+            _put(result, name, inner, args[1], f"{where}.{key}", findings)
+        return result
     if is_dataclass(kind):
         return kind(**check_fields(kind, _table(value), where, findings))
     if kind is bool:

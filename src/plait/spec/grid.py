@@ -9,6 +9,7 @@ This is Megatron-LM's default order (tp-cp-ep-dp-pp) and torchtitan's.
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from plait.spec.layout import Layout
 
@@ -76,21 +77,46 @@ def dense_grid(layout: Layout) -> Grid:
     return Grid(axes, tuple(getattr(layout, axis) for axis in axes))
 
 
-def traffic_grid(layout: Layout) -> Grid:
-    """The dense grid with cp in two, as the ledger names them: ulysses, and cp for the ring."""
-    axes = ("tp", "ulysses", "cp", "dp_shard", "dp_replicate", "pp")
-    sizes = {a: getattr(layout, a) for a in axes} | {"cp": layout.cp // layout.ulysses}
-    return Grid(axes, tuple(sizes.values()))
-
-
 def expert_grid(layout: Layout) -> Grid:
     """The grid that experts follow: the same ranks, tiled anew inside each stage."""
     return Grid(("etp", "ep", "edp", "pp"), (layout.etp, layout.ep, layout.edp, layout.pp))
 
 
-def expert_traffic_grid(layout: Layout) -> Grid:
-    """The expert grid with edp in its two parts, as the ledger names the first: over which states
-    are sharded, and the replicas of these."""
-    shards = layout.expert_shards
-    sizes = (layout.etp, layout.ep, shards, layout.edp // shards, layout.pp)
-    return Grid(("etp", "ep", "edp", "replicas", "pp"), sizes)
+class Axis(NamedTuple):
+    """Ranks that are `size` in number and `stride` apart: every group of an axis."""
+
+    name: str
+    size: int
+    stride: int
+
+    def at(self, rank: int) -> int:
+        """The position of a rank along the axis."""
+        return rank // self.stride % self.size
+
+    def group(self, rank: int) -> range:
+        """The ranks of its group."""
+        first = rank - self.at(rank) * self.stride
+        return range(first, first + self.size * self.stride, self.stride)
+
+    def leaves(self, domain: int, world: int) -> bool:
+        """Whether some group has members in several domains of so many ranks in a row. Groups side
+        by side tile the ranks; a domain that ends inside a tile cuts one of its groups."""
+        return self.size > 1 and world > domain and domain % (self.size * self.stride) != 0
+
+
+def traffic_axes(layout: Layout) -> list[Axis]:
+    """The axes that messages go over, by the ledger's names: cp is the ring without Ulysses, edp
+    the part over which states of experts are sharded."""
+    inner, experts = layout.tp * layout.cp, layout.etp * layout.ep
+    return [
+        Axis("tp", layout.tp, 1),
+        Axis("ulysses", layout.ulysses, layout.tp),
+        Axis("cp", layout.cp // layout.ulysses, layout.tp * layout.ulysses),
+        Axis("fsdp", layout.fsdp, layout.tp),
+        Axis("dp_replicate", layout.dp_replicate, inner * layout.dp_shard),
+        Axis("etp", layout.etp, 1),
+        Axis("ep", layout.ep, layout.etp),
+        Axis("edp", layout.expert_shards, experts),
+        Axis("pp", layout.pp, inner * layout.dp),
+        Axis("world", layout.world, 1),
+    ]

@@ -194,6 +194,7 @@ def draft(
         given = _resumed(Path(file), overrides, findings)
     elif file is not None:
         given = _read(Path(file), findings)
+    readable = not findings
     _override(given, overrides, findings)
 
     tables = {name: given.pop(name, {}) for name in TABLES}
@@ -202,6 +203,11 @@ def draft(
             findings.append(error(name, table, f"{table!r} is not a table"))
             tables[name] = {}
     top = _Top(**_top_fields(given, findings))
+    if not readable:
+        # What is missing may stand in the file, and what does not go together with it, too.
+        for name, cls in TABLES.items():
+            check_fields(cls, tables[name], name, findings)
+        return None, findings
     spec = _model(tables["model"], purpose, findings)
     cluster = _attempt(lambda: presets.cluster(top.gpus), findings) if top.gpus else None
     stages = _stages_word(tables["layout"], findings)
@@ -216,7 +222,9 @@ def draft(
     train = _train_defaults(purpose, train, spec)
     micro = layout.micro_batch if "micro_batch" in tables["layout"] else None
     batch = _batch(purpose, layout.dp, micro, train, findings) if whole else None
-    batch = batch or Batch(layout.micro_batch, layout.micro_batch * layout.dp, 1)
+    if batch is None:
+        micro, accumulation = layout.micro_batch, min(train.accumulation or 1, LARGEST)
+        batch = Batch(micro, micro * layout.dp * accumulation, accumulation)
     train = replace(train, global_batch=batch.global_, accumulation=batch.accumulation)
     layout = replace(layout, micro_batch=batch.micro)
     if whole and stages == "cost":
@@ -484,7 +492,8 @@ def _layout(
     counts = {k: v for k, v in counts.items() if k not in several}
     # Whether sequence parallelism suits the batch is not known without a batch; and whether a
     # degree suits the ranks has been said, if they are known.
-    counts |= sound_ones | {"sequence_parallel": False, "dp_replicate": world or 1}
+    copies = {"dp_replicate": world or 1, "dp_shard": 1}
+    counts |= sound_ones | copies | {"sequence_parallel": False}
     return Layout(**counts), False
 
 

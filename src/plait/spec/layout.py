@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import isqrt, prod
+from math import isqrt, log, prod
 from typing import Any
 
 from plait.spec.build import check_fields
@@ -291,20 +291,24 @@ def nearest(value: int, legal: list[int]) -> int:
 
 
 def _undivided(world: int, given: Mapping[str, Any], product: int) -> Finding:
-    """The degrees do not divide the world: name the one whose change mends it most cheaply."""
-    names = " x ".join(a for a in ("tp", "cp", "pp") if given.get(a, 1) > 1)
-    options = {}
-    for axis in ("tp", "cp", "pp"):
-        degree = given.get(axis, 1)
-        rest = product // degree
-        if degree > 1 and world % rest == 0:
-            options[f"layout.{axis}"] = nearest(degree, divisors(world // rest))
-    if not options:
-        options["ranks"] = max(product, round(world / product) * product)
-    where = next(iter(options))
-    value = given.get(where.removeprefix("layout."), world)
-    message = f"{names} = {product} does not divide {world} ranks"
-    return Finding("error", "degrees-divide-world", message, where, value, options)
+    """The degrees do not divide the world: the one whose change mends it most cheaply, or, where no
+    one alone does, one after the other."""
+    told = {axis: given[axis] for axis in ("tp", "cp", "pp") if given.get(axis, 1) > 1}
+    alone = {a: world // rest for a, d in told.items() if world % (rest := product // d) == 0}
+    if alone:
+        options = {a: nearest(told[a], divisors(room)) for a, room in alone.items()}
+        where = min(options, key=lambda a: abs(log(options[a] / told[a])))
+        changed = {where: options[where]}
+    else:
+        where, room, changed = next(iter(told)), world, {}
+        for axis, degree in told.items():
+            changed[axis] = nearest(degree, divisors(room))
+            room //= changed[axis]
+    suggest = {f"layout.{axis}": degree for axis, degree in changed.items()}
+    message = f"{' x '.join(told)} = {product} does not divide {world} ranks"
+    return Finding(
+        "error", "degrees-divide-world", message, f"layout.{where}", told[where], suggest
+    )
 
 
 def _data_parallel(dp: int, given: Mapping[str, Any]) -> dict[str, int]:
@@ -332,6 +336,8 @@ def _check_data_parallel(
         message = f"zero 0 shards no model state, so dp_shard must be 1, not {told}"
         # Either is the cure: nothing sharded after all, or states that are.
         suggest = {"layout.dp_shard": 1, "layout.zero": 1}
+        if given.get("dp_replicate", dp) != dp:
+            suggest["layout.dp_replicate"] = dp
         if "dp_shard" not in given:
             message = f"zero 0 shards no model state, so dp_replicate must be dp = {dp}"
             suggest = {"layout.dp_replicate": dp, "layout.zero": 1}
@@ -354,6 +360,9 @@ def _uneven_dp(world: int, model_ranks: int, given: Mapping[str, Any]) -> Findin
     message = f"{' x '.join(told)} = {prod(told.values())} does not match "
     message += f"dp = {world} / {model_ranks} = {dp}"
     suggest = {f"layout.{axis}": legal} | suggest
+    if given.get("zero") == 0:  # copies are all that there may be
+        whole = {"layout.dp_replicate": dp, "layout.dp_shard": 1}
+        suggest = {key: whole[key] for key in whole if key.removeprefix("layout.") in told}
     return Finding("error", "dp-product", message, f"layout.{axis}", told[axis], suggest)
 
 

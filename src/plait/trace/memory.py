@@ -115,7 +115,10 @@ class MemoryTracker(TorchDispatchMode):
         if function.namespace == "c10d":
             name = function.__name__.partition(".")[0]
             if name in _WHOLE_SIDE:
-                self._move(args[_WHOLE_SIDE[name]], "buffers")
+                whole = args[_WHOLE_SIDE[name]]
+                self._move(whole, "buffers")
+                if any(b.whole is whole for b in self.scattered):  # gradients, and what arrives
+                    self._move(args[0], "buffers")
             elif name in _MESSAGES and self.scope.axis.name == "cp":
                 for tensor in args[0]:
                     self._move(tensor, "buffers")
@@ -159,8 +162,6 @@ class MemoryTracker(TorchDispatchMode):
         for b in self.scattered:
             if b.whole is not None:
                 self._move(b.whole, "buffers")
-            if b.reduction is not None:
-                self._move(b.reduction[1], "buffers")
         now = self._held()
         moment = "loss" if self.scope.in_head else MOMENTS[self.scope.phase]
         # A step ends with its optimizer: what is tidied up after it is not a forward's.

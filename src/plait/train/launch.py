@@ -236,8 +236,14 @@ def _warm_server(work: Work | None) -> None:
     from multiprocessing import forkserver, resource_tracker
 
     program = "plait.train.trainer" if work is None else work.__module__
+    # The last is what the first optimizer imports, which takes each rank half a second and more.
     forkserver.set_forkserver_preload(
-        ["torch.distributed.elastic.multiprocessing.api", program, "plait.train.metrics"]
+        [
+            "torch.distributed.elastic.multiprocessing.api",
+            program,
+            "plait.train.metrics",
+            "torch._dynamo",
+        ]
     )
     # Ctrl-C reaches the whole group; the server and its ranks are ended by the launcher, and say
     # nothing of it. They inherit that the signal is blocked.

@@ -26,7 +26,7 @@ def memory(report: dict[str, Any]) -> Markup:
     bars = [
         element(
             "div",
-            element("h3", f"Stage{'s' * (len(stages) > 1)} {spans(stages)}"),
+            element("h3", _named(stages).capitalize()),
             *(_bar(stages, row, besides, device, scale) for row in moments),
             class_="stage",
         )
@@ -58,6 +58,10 @@ def _key(name: str) -> Markup:
     return element("li", element("i", class_=f"m-{name}", aria_hidden="true"), words)
 
 
+def _named(stages: list[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {spans(stages)}"
+
+
 def _bar(
     stages: list[int], row: Row, besides: dict[str, int], device: int | None, scale: int
 ) -> Markup:
@@ -85,7 +89,7 @@ def _bar(
         limit,
         class_="bar",
         role="img",
-        aria_label=f"stages {spans(stages)}, {row['moment']}: {said}",
+        aria_label=f"{_named(stages)}, {row['moment']}: {said}",
     )
     size = element("span", amount(total), class_="over" if over else None)
     return element("div", element("span", row["moment"]), bar, size, class_="measure")

@@ -10,8 +10,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from plait.report.facts import (
-    Axis,
     Row,
+    axes_used,
     by_axis,
     grid_axes,
     has_experts,
@@ -19,11 +19,11 @@ from plait.report.facts import (
     sent_alike,
     stage_axis,
     stages,
-    traffic_axes,
 )
 from plait.report.html.element import Markup, element
 from plait.report.html.traffic import links
 from plait.report.numbers import amount, spans
+from plait.spec.grid import Axis
 
 #: Ranks of a grid that are drawn at most, ranks of one row; of an axis that is too long for that,
 #: so many positions are shown (the first of these numbers that does), the last one among them.
@@ -35,7 +35,7 @@ def ranks(report: dict[str, Any]) -> Markup:
     sums = {s: sum(x.wire_bytes for x in by_axis(rows)) for s, rows in _sends(report)}
     sent = {stage: wire for group, wire in sums.items() for stage in group}
     names = ["dense", *(["expert"] if has_experts(report) else [])]
-    axes = traffic_axes(report)
+    axes = axes_used(report)
     fact = {
         "world": report["world"],
         "domain": report["cluster"]["fast_domain"] if report["cluster"] else None,

@@ -3,8 +3,9 @@
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from plait.report.facts import Axis, grid_axes, has_experts, members
+from plait.report.facts import grid_axes, has_experts, members
 from plait.report.text.lines import heading
+from plait.spec.grid import Axis
 
 if TYPE_CHECKING:
     from rich.console import Console
