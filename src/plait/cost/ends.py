@@ -36,7 +36,7 @@ class Ends:
         chunk, s, tape, model = self.chunk, self.chunk.s, self.chunk.tape, self.chunk.model
         if chunk.tp:
             tape.take(9 * s.tokens)  # where tokens are looked up (int64), which are not (bool)
-            # What was found, before others' tokens are masked; a lookup by itself masks it in place.
+            # What was found, before others' tokens are masked; some lookups mask it in place.
             with tape.during(0 if chunk.rows and chunk.split else chunk.whole):
                 with tape.during(chunk.whole if chunk.rows else 0, "buffers"):
                     tape.take(chunk.stream)

@@ -1,7 +1,7 @@
 """Grouped matrix products: each stretch of rows by a matrix of its own.
 
-torch's `grouped_mm` has no float64; there a loop over the groups computes the same. Of fake tensors,
-which have no values, it is enough that the result is there. What backward needs is in functions of
+torch's `grouped_mm` has no float64; there a loop over the groups computes the same. Fake tensors
+have no values, and it is enough that the result is there. What backward needs is in functions of
 its own, so that a weight gradient can be made later than the input gradient.
 """
 
