@@ -162,6 +162,9 @@ def launched(
     if not fields.keys() & {"ranks", "gpus"}:
         fields["ranks"], assumed = smallest_world(fields)
         notes.append(assumed)
+    if "model.layers" in fields and "model" not in fields and "train.seq_len" in fields:
+        # A model that is given by its sizes is meant for what it is trained on.
+        fields.setdefault("model.seq", fields["train.seq_len"])
     made = draft("plan", None, fields)
     if not any(key.partition(".")[0] == "model" for key in fields):
         if not any(f.where == "model" for f in wrong):
