@@ -33,8 +33,8 @@ LOST = {
     "layout.vpp": ("chunk", "interleav", "virtual"),
     "layout.schedule": ("chunk", "interleav", "schedule", "1f1b"),
     "layout.stages": ("chunk", "stage", "layers"),
-    "layout.ep": ("expert",),
-    "layout.etp": ("expert", "etp"),
+    "layout.ep": ("expert", "ep is"),
+    "layout.etp": ("expert", "etp", "ep is"),
     "layout.dp_replicate": ("replica", "hsdp", "copies", "zero", "shard"),
     "layout.dp_shard": ("replica", "hsdp", "copies", "zero", "shard"),
     "layout.zero": ("zero", "shard", "fsdp"),
@@ -74,7 +74,9 @@ def read_back(name: str, files: dict[str, str], job: Job) -> Draft:
     told = Told({}, job.layout.world)
     launch = language(name).read(Source(text, first, Path(first), files), told)
     said = {"ranks": job.layout.world} | launch.fields
-    if any(path.partition(".")[0] == "model" for path in said):
+    if "model" not in said:
+        said = {"model.seq": said.get("train.seq_len", job.model.seq)} | said
+    if said.keys() & {"model", "model.layers"}:
         return draft("plan", None, said)
     sizes = ("layers", "hidden", "heads", "vocab")
     made = draft("plan", None, said | {f"model.{n}": getattr(job.model, n) for n in sizes})

@@ -184,6 +184,9 @@ def launched(
     if not fields.keys() & {"ranks", "gpus"}:
         fields["ranks"], assumed = smallest_world(fields)
         notes.append(assumed)
+    if "model.layers" in fields and "model" not in fields and "train.seq_len" in fields:
+        # A model that is given by its sizes is meant for what it is trained on.
+        fields.setdefault("model.seq", fields["train.seq_len"])
     asked_for = any(f.where == "model" for f in wrong)
     if not asked_for and not any(key.partition(".")[0] == "model" for key in fields):
         message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"

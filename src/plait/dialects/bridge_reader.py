@@ -7,7 +7,7 @@ import ast
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from plait.dialects.bridge_recipes import Recipe, common, recipe
+from plait.dialects.bridge_recipes import ARGUMENTS, MODEL_ARGUMENTS, Recipe, common, recipe
 
 #: Calls within calls, and statements in all, that are followed.
 _DEEPEST = 12
@@ -17,29 +17,6 @@ _COMMON = {
     "_pretrain_common": "pretrain", "_sft_common": "sft", "_peft_common": "peft",
     "_sft_common_vlm": "sft_vlm", "_peft_common_vlm": "peft_vlm",
 }  # fmt: skip
-#: Arguments of recipe functions of older releases -> fields.
-_ARGUMENTS = {
-    "tensor_parallelism": "model.tensor_model_parallel_size",
-    "pipeline_parallelism": "model.pipeline_model_parallel_size",
-    "virtual_pipeline_parallelism": "model.virtual_pipeline_model_parallel_size",
-    "context_parallelism": "model.context_parallel_size",
-    "expert_parallelism": "model.expert_model_parallel_size",
-    "expert_tensor_parallelism": "model.expert_tensor_parallel_size",
-    "use_megatron_fsdp": "ddp.use_megatron_fsdp",
-    "seq_length": "dataset.seq_length",
-    "train_iters": "train.train_iters",
-    "global_batch_size": "train.global_batch_size",
-    "micro_batch_size": "train.micro_batch_size",
-    "lr": "optimizer.lr",
-    "finetune_lr": "optimizer.lr",
-    "lr_warmup_iters": "scheduler.lr_warmup_iters",
-    "precision_config": "mixed_precision",
-}
-_MODEL_ARGUMENTS = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "virtual_pipeline_model_parallel_size", "sequence_parallel", "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)  # fmt: skip
 #: What people call the container where it comes from outside of the file.
 _CONTAINERS = ("cfg", "config", "recipe", "config_container")
 
@@ -363,6 +340,11 @@ class Reader:
             return args[1]
         if short == "from_hf_pretrained" and args and isinstance(args[0], str):
             return Node("bridge", hub=args[0])
+        if short == "getattr" and len(args) > 1 and isinstance(args[0], Node):
+            there = args[0].fields.get(str(args[1]), args[2] if len(args) > 2 else None)
+            return there[0] if placed(there) else there
+        if short.startswith("distributed_fused_adam_with_"):
+            return _adam(kwargs)
         if short == "from_hf_config":
             return Node("bridge", hub=args[0].hub if args and isinstance(args[0], Node) else "?")
         if short == "from_pretrained" and args and isinstance(args[0], str):
@@ -401,8 +383,8 @@ class Reader:
     def _from_recipe(self, base: Recipe, kwargs: dict[str, Any], line: int) -> Node:
         made = Node("ConfigContainer", {}, line, base)
         for name, value in kwargs.items():
-            path = _ARGUMENTS.get(name)
-            if name in _MODEL_ARGUMENTS:
+            path = ARGUMENTS.get(name)
+            if name in MODEL_ARGUMENTS:
                 path = f"model.{name}"
             if path is None:
                 continue
@@ -475,6 +457,22 @@ class Reader:
     def _found(self, node: Node) -> Node:
         self.found.append(node)
         return node
+
+
+def _adam(said: dict[str, Any]) -> list[Node]:
+    """The optimizer and the scheduler of recipes (recipes/utils/optimizer_utils.py)."""
+    optimizer = {
+        "optimizer": "adam", "lr": said.get("max_lr", 1e-4), "min_lr": said.get("min_lr", 1e-5),
+        "weight_decay": said.get("weight_decay", 0.1), "adam_beta1": said.get("adam_beta1", 0.9),
+        "adam_beta2": said.get("adam_beta2", 0.95), "adam_eps": said.get("adam_eps", 1e-8),
+        "clip_grad": said.get("clip_grad", 1.0), "use_distributed_optimizer": True,
+    }  # fmt: skip
+    scheduler = {
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": said.get("lr_warmup_iters", 2000),
+        "lr_decay_iters": said.get("lr_decay_iters"),
+    }
+    return [Node("OptimizerConfig", optimizer), Node("SchedulerConfig", scheduler)]
 
 
 def _lined(kwargs: dict[str, Any], line: int) -> dict[str, Any]:

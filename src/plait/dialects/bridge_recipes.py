@@ -22,6 +22,29 @@ _PRECISIONS = {
 }  # fmt: skip
 #: Ends of a recipe's name, in the order in which a bare model's name is completed.
 _MODES = {"pretrain": "pretrain", "sft": "sft", "lora": "peft", "dora": "peft", "peft": "peft"}
+#: Arguments of recipe functions of older releases -> fields.
+ARGUMENTS = {
+    "tensor_parallelism": "model.tensor_model_parallel_size",
+    "pipeline_parallelism": "model.pipeline_model_parallel_size",
+    "virtual_pipeline_parallelism": "model.virtual_pipeline_model_parallel_size",
+    "context_parallelism": "model.context_parallel_size",
+    "expert_parallelism": "model.expert_model_parallel_size",
+    "expert_tensor_parallelism": "model.expert_tensor_parallel_size",
+    "use_megatron_fsdp": "ddp.use_megatron_fsdp",
+    "seq_length": "dataset.seq_length",
+    "train_iters": "train.train_iters",
+    "global_batch_size": "train.global_batch_size",
+    "micro_batch_size": "train.micro_batch_size",
+    "lr": "optimizer.lr",
+    "finetune_lr": "optimizer.lr",
+    "lr_warmup_iters": "scheduler.lr_warmup_iters",
+    "precision_config": "mixed_precision",
+}
+MODEL_ARGUMENTS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "virtual_pipeline_model_parallel_size", "sequence_parallel", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,23 @@ def blocks_of_scales(job: Job, serving: Serving) -> Iterator[Finding]:
             where, suggest = "layout.etp", _other_degrees(job, serving, legal)
             message += _WHOLE if serving.engine == "vllm" else ""
         else:
-            both = [t for t in legal if t in legal_tp(job)]
-            where, suggest = "layout.tp", {"layout.tp": nearest(cut, both or [1])}
+            where, suggest = _fewer(job, serving, legal, cut)
         yield Finding("error", "quantisation-blocks", message, where, cut, suggest)
+
+
+def _fewer(job: Job, serving: Serving, legal: list[int], cut: int) -> tuple[str, dict[str, Any]]:
+    """The degree, and its value, under which a matrix is cut over a legal number of ranks: tp, or
+    where tp is but a part of these ranks, what multiplies it."""
+    tp, fitting = serving.attn_tp, legal_tp(job)
+    if cut == tp:
+        return "layout.tp", {"layout.tp": nearest(cut, [t for t in legal if t in fitting] or [1])}
+    for axis, value in (("layout.tp", tp), ("layout.cp", serving.q_cp),
+                        ("layout.dp_shard", serving.attn_dp)):  # fmt: skip
+        rest = cut // value
+        smaller = [n for n in divisors(value) if n < value and n * rest in legal]
+        if smaller:
+            return axis, {axis: smaller[-1]}
+    return "layout.tp", {"layout.tp": 1, "layout.cp": 1}
 
 
 # ------------------------------------------------------------------------------------------

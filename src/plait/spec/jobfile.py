@@ -207,7 +207,7 @@ def draft(
         # What is missing may stand in the file, and what does not go together with it, too.
         for name, cls in TABLES.items():
             check_fields(cls, tables[name], name, findings)
-        return None, findings
+        return Draft(None, findings)
     spec = _model(tables["model"], purpose, findings)
     cluster = _attempt(lambda: presets.cluster(top.gpus), findings) if top.gpus else None
     stages = _stages_word(tables["layout"], findings)
