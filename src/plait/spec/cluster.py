@@ -40,3 +40,7 @@ class Cluster:
         """Bytes a second of one device in a group of `size` that stays in the fast domain: on a
         mesh the links to the others of the group."""
         return self.link if self.peer is None else min(self.link, max(1, size - 1) * self.peer)
+
+    def crosses(self, ranks: tuple[int, ...]) -> bool:
+        """Whether a group of ranks leaves one fast domain (ranks fill domains in order)."""
+        return len({rank // self.fast_domain for rank in ranks}) > 1
