@@ -499,3 +499,12 @@ def test_a_hostfile_that_the_script_writes():
 def test_the_environment_before_a_program():
     run = launchers.find(script("export A=1; env B=2 C=3 torchrun t.py"), ["t.py"])
     assert run.environment == {"A": "1", "B": "2", "C": "3"}
+
+
+def test_functions_that_call_themselves_leave_the_rest_of_a_script_readable() -> None:
+    text = (
+        "below() { for child in $(pgrep -P $1); do below $child; echo $child; done; }\n"
+        "first() { second; second; }\nsecond() { first; first; }\n"
+        "stop() { kill $(below $1); }\nstop $$\nfirst\nN=4\nrun --degree $N\n"
+    )
+    assert words(text) == ["--degree", "4"]

@@ -30,6 +30,8 @@ from plait.spec.findings import UserError
 
 #: Scripts and functions within each other.
 _DEEPEST = 24
+#: How often a function is read within itself.
+_AGAIN = 3
 #: Rounds of a loop over known values that are gone through one by one.
 _ROUNDS = 64
 _SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
@@ -383,17 +385,21 @@ class _Shell(State):
         return True
 
     def call(self, name: str, arguments: list[Value]) -> Truth:
+        """A function's body. What ends its calling itself is often a thing of the machine: it is
+        followed a few times, and the rest is not known."""
         self.called.add(name)
+        if self.shared.running.count(name) > _AGAIN or self.shared.depth >= _DEEPEST:
+            return UNKNOWN
         kept = self.scope.arguments
         self.shared.depth += 1
-        if self.shared.depth > _DEEPEST:
-            raise self.shared.budget.error(f"{name} calls itself without end")
+        self.shared.running.append(name)
         self.scope.arguments = arguments
         try:
             return self.block(self.functions[name])
         except _Return:
             return Truth(True)
         finally:
+            self.shared.running.pop()
             self.shared.depth -= 1
             self.scope.arguments = kept
 

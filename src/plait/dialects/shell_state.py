@@ -66,6 +66,7 @@ class Shared:
     drafts: dict[str, Value] = field(default_factory=dict)
     opened: int = 0
     depth: int = 0
+    running: list[str] = field(default_factory=list)
 
 
 class State:
