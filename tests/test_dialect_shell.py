@@ -406,6 +406,8 @@ HOSTILE = {
     "source": "source launch.sh; . ./launch.sh; source /etc/passwd; source ../../../../etc/passwd",
     "words": "A='" + "a " * 60_000 + "'\n" + "run $A $A $A $A\n" * 400,
     "vars": "A=" + "x" * 100_000 + "\nrun " + "$A" * 20_000,
+    "long": "a\n" * 2_000_000,
+    "long line": "a " * 2_000_000,
     "index": "A[99999999999999999999]=1; A[-5]=2; A[$(rm -rf /)]=3; run ${A[1/0]} ${A[@]:1/0}",
     "names": "run ${} ${!} ${#} ${@} ${*:-} ${A[} ${A]} $ $$ ${$}",
 }  # fmt: skip

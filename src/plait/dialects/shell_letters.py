@@ -8,6 +8,8 @@ from plait.spec.findings import UserError, error
 
 #: Levels of brackets, blocks and quotes within each other of a script that a person wrote.
 DEEPEST = 40
+#: Letters of the longest script; those that people launch with have a tenth.
+LONGEST = 1 << 18
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?$!-]")
 _INDEX = re.compile(r"\[([^\]\n]*)\]")

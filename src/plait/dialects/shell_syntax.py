@@ -2,7 +2,7 @@
 
 import re
 
-from plait.dialects.shell_letters import Letters
+from plait.dialects.shell_letters import LONGEST, Letters
 from plait.dialects.shell_tree import (
     Arithmetic,
     Assignment,
@@ -34,7 +34,10 @@ def parse(source: Source, first_line: int = 1) -> Block:
     Raises:
         UserError: quotes, brackets or blocks that are not closed, or too many within each other.
     """
-    return _Grammar(source, first_line).script()
+    reader = _Grammar(source, first_line)
+    if len(source.text) > LONGEST:
+        raise reader.fail(f"{len(source.text)} letters are more than a script has ({LONGEST})")
+    return reader.script()
 
 
 def parse_phrase(text: str, source: Source, quoted: bool) -> Phrase:
