@@ -138,6 +138,8 @@ def _of_json(source: Source, told: Told) -> Launch:
     said = list(deepspeed_json.settings_of(tree, ""))
     settings = Settings(said, told.given)
     understood = deepspeed_config.understand(settings, told.world)
+    if {"train_batch_size", "train_micro_batch_size_per_gpu"} & {*understood.autos}:
+        understood.facts["batch_elsewhere"] = True
     return _launch(settings, understood.fields, understood, found, {})
 
 
