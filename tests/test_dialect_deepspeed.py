@@ -379,6 +379,15 @@ def problems(source):
     return deepspeed.check(launch, made.job) if made.job else made.findings
 
 
+def test_a_batch_that_the_trainer_fills_in_is_no_error(explain):
+    sizes = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    text = json.dumps({**sizes, "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}})
+    report = explain(text, "--ranks", "8")
+    assert not rules(report, "error")
+    assert "deepspeed-auto" in {f["rule"] for f in report["findings"]}
+    assert report["layout"]["zero"] == 3 and report["layout"]["dp_shard"] == 8
+
+
 def test_known_keys_are_listed_once():
     keys = deepspeed_json.known()
     assert len(keys) == len(set(keys))

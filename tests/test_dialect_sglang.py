@@ -216,3 +216,15 @@ def test_hostile_commands_end_in_lines(text, capsys, monkeypatch):
     _, err = capsys.readouterr()
     assert code in (0, 1, 2)
     assert (code == 2) == bool(err)
+
+
+@pytest.mark.parametrize(
+    ("more", "world"), [("", 8), ("--dp-size 2 --enable-dp-attention", 16), ("--pp-size 2", 16)]
+)
+def test_a_degree_in_a_variable_is_answered_by_its_flag(more, world, capsys):
+    text = f"{START} deepseek-ai/DeepSeek-V3 --tp-size $TP {more}"
+    assert main(["explain", "--from", "sglang", text, "--json"]) == 2
+    assert "say --tp" in capsys.readouterr().out
+    assert main(["explain", "--from", "sglang", text, "--tp", "8", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["world"], report["layout"]["tp"]) == (world, 8)

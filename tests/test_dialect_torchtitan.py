@@ -531,6 +531,27 @@ def test_hostile(text, suffix, tmp_path):
     assert not any("\n" in line for line in lines)
 
 
+def test_names_of_2024_are_those_of_today(explain):
+    text = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+batch_size = 2
+seq_len = 4096
+data_parallel_degree = 4
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 1
+enable_float8_linear = false
+[checkpoint]
+interval_type = "steps"
+interval = 50
+"""
+    code, report = explain(text, "llama3_8b.toml")
+    assert code == 0 and report["source"]["unknown"] == []
+    assert (report["world"], report["layout"]["dp_shard"], report["layout"]["tp"]) == (8, 4, 2)
+
+
 def test_commands_of_the_page(capsys):
     page = Path(__file__).parent.parent / "docs" / "dialects" / "torchtitan.md"
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)

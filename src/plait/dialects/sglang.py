@@ -82,7 +82,6 @@ def _degrees(
 ) -> tuple[dict[str, Any], dict[str, Any], list[Finding]]:
     """The layout, by its own names, what the rules ask for besides, and what is rewritten."""
     moe = model is not None and model.moe is not None
-    whole = degree(settings, "--tp-size", "devices of a stage")
     pp = degree(settings, "--pp-size", "layout.pp")
     dp = degree(settings, "--dp-size", "layout.dp_replicate")
     attn_dp = degree(settings, "--attn-dp-size", "layout.dp_shard")
@@ -96,6 +95,11 @@ def _degrees(
             attn_dp, dp = dp, 1
         found.append(changed("SGLang", "sglang-dp-attention", words, attn_dp))
     cp = degree(settings, "--attn-cp-size", "layout.cp")
+    said = settings.said.get("--tp-size")
+    if said is not None and said.open:
+        whole = degree(settings, "--tp-size", "layout.tp") * attn_dp * cp
+    else:
+        whole = degree(settings, "--tp-size", "devices of a stage")
     dcp = degree(settings, "--dcp-size", "layout.dcp")
     ep = degree(settings, "--ep-size", "layout.ep")
     moe_dp = degree(settings, "--moe-dp-size", "copies of the experts")

@@ -51,8 +51,9 @@ _MODES = {
     "none": "none", "full": "full", "selective": "selective", "memory-budget": "memory_budget",
     "memory_budget": "memory_budget",
 }  # fmt: skip
-#: Names of 0.1 -> those of today.
+#: Names of 0.1 and before -> those of today.
 _RENAMED = {
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
     "training.compile": "compile.enable",
     "training.batch_size": "training.local_batch_size",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
@@ -65,6 +66,11 @@ _RENAMED = {
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
     "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
     "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
+    "experimental.pipeline_parallel_schedule_csv": "parallelism.pipeline_parallel_schedule_csv",
+    "experimental.context_parallel_rotate_method": "parallelism.context_parallel_rotate_method",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
 }
 #: Ranks that run_train.sh starts where NGPU does not say.
