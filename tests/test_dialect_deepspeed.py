@@ -385,7 +385,8 @@ def test_a_batch_that_the_trainer_fills_in_is_no_error(explain):
     report = explain(text, "--ranks", "8")
     assert not rules(report, "error")
     assert "deepspeed-auto" in {f["rule"] for f in report["findings"]}
-    assert report["layout"]["zero"] == 3 and report["layout"]["dp_shard"] == 8
+    assert report["layout"]["zero"] == 3
+    assert report["layout"]["dp_shard"] == 8
 
 
 def test_known_keys_are_listed_once():

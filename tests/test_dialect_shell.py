@@ -510,3 +510,19 @@ def test_functions_that_call_themselves_leave_the_rest_of_a_script_readable() ->
         "stop() { kill $(below $1); }\nstop $$\nfirst\nN=4\nrun --degree $N\n"
     )
     assert words(text) == ["--degree", "4"]
+
+
+def test_expr_seq_and_printf_print_their_numbers() -> None:
+    text = (
+        "N=4\nrun $(expr 16 / $N) $(expr 3 \\* \\( 2 + 1 \\)) $(seq 3) $(seq 9 -4 0)\n"
+        'run $(printf "%s," 1 2 3) $(printf "[%s-%d]" a 1 b 2) $(printf "x")\n'
+    )
+    assert by_plait(text) == [
+        ["4", "9", "1", "2", "3", "9", "5", "1"],
+        ["1,2,3,", "[a-1][b-2]", "x"],
+    ]
+
+
+def test_expr_of_what_is_not_known_is_a_question() -> None:
+    word = script("run --accumulation $(expr 16 / $each)\n").commands[0].words[-1]
+    assert word.open

@@ -548,7 +548,8 @@ interval_type = "steps"
 interval = 50
 """
     code, report = explain(text, "llama3_8b.toml")
-    assert code == 0 and report["source"]["unknown"] == []
+    assert code == 0
+    assert report["source"]["unknown"] == []
     assert (report["world"], report["layout"]["dp_shard"], report["layout"]["tp"]) == (8, 4, 2)
 
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.resources import files
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from plait.cost.serving import Serving
+from plait.dialects import tables
 from plait.dialects.flags import Word, settings_of
 from plait.dialects.huggingface_names import named, nearest_name
 from plait.dialects.launch import AT_START, Told, note, refused
@@ -43,8 +43,7 @@ class Flags:
 @lru_cache
 def flags(name: str, short: bool = True) -> Flags:
     """The flags in `known/<name>.txt`: flag, arity, and the flag that it is another name of."""
-    text = files("plait.dialects").joinpath("known", f"{name}.txt").read_text("utf-8")
-    rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    rows = tables.rows(f"{name}.txt")
     arity = {row[0]: row[1] for row in rows}
     return Flags(arity, {row[0]: row[2] for row in rows if len(row) > 2}, short)
 
@@ -52,8 +51,7 @@ def flags(name: str, short: bool = True) -> Flags:
 @lru_cache
 def names(name: str) -> frozenset[str]:
     """The words in `known/<name>.txt`, one a line."""
-    text = files("plait.dialects").joinpath("known", f"{name}.txt").read_text("utf-8")
-    return frozenset(text.split())
+    return frozenset(tables.first_words(f"{name}.txt"))
 
 
 def read(
@@ -145,7 +143,11 @@ def options_file(
     if not isinstance(tree, Mapping):
         findings.append(error(name, None, "holds no options", rule="unreadable-file"))
         return []
-    said = list(options(tree, Path(name).name))
+    said = [
+        replace(s, open=(s.value,))
+        if isinstance(s.value, str) and re.fullmatch(r"\$(\w+|\{\w+\})", s.value) else s
+        for s in options(tree, Path(name).name)
+    ]  # fmt: skip
     return [replace(s, name=canonical(s.name, known)) for s in said] if known else said
 
 

@@ -170,7 +170,7 @@ class State:
                 return None
             words = self.all_words(command)
             name = text_of(words[0]) if words else ""
-            if name not in ("echo", "printf", "cat", "sed", "basename", "dirname"):
+            if name not in ("echo", "printf", "cat", "sed", "basename", "dirname", "expr", "seq"):
                 return None
             if any(p.missing for word in words for p in word) and name != "echo":
                 return None

@@ -3,8 +3,11 @@
 import re
 from collections.abc import Callable
 
+from plait.dialects.arithmetic import Unknown, evaluate
 from plait.dialects.shell_words import Piece, Value, is_open, text_of
 
+#: Numbers that `seq` prints at most.
+_MOST = 4096
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\", '\\"': '"'}
 
 
@@ -35,7 +38,37 @@ def printed(
         return _sed(arguments, given, look)
     if name in ("basename", "dirname") and arguments:
         return _path(name, arguments)
+    if name in ("expr", "seq"):
+        return _counted(name, arguments)
     return None
+
+
+def _counted(name: str, arguments: list[Value]) -> Value | None:
+    """`expr A op B ...` of whole numbers, and `seq FIRST STEP LAST`; of what is not known, the
+    variables in it."""
+    unknown = tuple(dict.fromkeys(n for value in arguments for p in value for n in p.open))
+    words = [text_of(value) for value in arguments]
+    if name == "expr":
+        if not all(re.fullmatch(r"-?\d{1,18}|[-+*/%()]", w) or is_open(v)
+                   for w, v in zip(words, arguments, strict=True)):  # fmt: skip
+            return None
+        if unknown:
+            return (Piece(f"$(expr {' '.join(words)})", open=unknown),)
+        try:
+            return (Piece(str(evaluate(" ".join(words), lambda _: None))),)
+        except Unknown:
+            return None
+    if unknown or not 1 <= len(words) <= 3:
+        return None
+    if not all(re.fullmatch(r"-?\d{1,9}", word) for word in words):
+        return None
+    numbers = [int(word) for word in words]
+    first = numbers[0] if len(numbers) > 1 else 1
+    step = numbers[1] if len(numbers) > 2 else 1
+    last = numbers[-1]
+    if step == 0 or (last - first) // step > _MOST:
+        return None
+    return (Piece("\n".join(map(str, range(first, last + (1 if step > 0 else -1), step)))),)
 
 
 def _echo(arguments: list[Value]) -> Value:
@@ -64,14 +97,18 @@ def _printf(arguments: list[Value]) -> Value | None:
         return None
     pieces: list[Piece] = []
     rest = list(arguments[1:])
-    for part in re.split(r"(%[%sd])", form):
-        if part in ("%s", "%d"):
-            pieces += rest.pop(0) if rest else ()
-        elif "%" in part and part != "%%":
-            return None
-        else:
-            pieces += _unescaped((Piece("%" if part == "%%" else part),))
-    return None if rest else tuple(pieces)
+    parts = re.split(r"(%[%sd])", form)
+    if any("%" in part and part not in ("%s", "%d", "%%") for part in parts):
+        return None
+    while True:  # once more for the words that are left
+        left = len(rest)
+        for part in parts:
+            if part in ("%s", "%d"):
+                pieces += rest.pop(0) if rest else ()
+            else:
+                pieces += _unescaped((Piece("%" if part == "%%" else part),))
+        if not rest or len(rest) == left:
+            return tuple(pieces)
 
 
 def _path(name: str, arguments: list[Value]) -> Value | None:
