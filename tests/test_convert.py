@@ -303,6 +303,15 @@ def test_a_folder_that_cannot_be_made(convert, tmp_path):
     assert len(err.splitlines()) >= 1
 
 
+@pytest.mark.parametrize("name", ["", "\0", "x" * 300])
+def test_a_folder_that_cannot_be_named(convert, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLAIT_DEBUG", "1")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = convert(*GOOD, "--out", name)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_flags_are_stronger_than_the_launch(convert):
     code, out, _ = convert(*GOOD, "--tp", "2", "--global-batch", "64", "--json")
     answer = json.loads(out)

@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from plait.cli.arguments import FLAGS, add_launch, job_parser, model_or_file, parse
@@ -82,12 +83,25 @@ def _ask(argv: list[str]) -> tuple[Mapping[str, Any], Question]:
             findings.append(error("to", None, "to which dialect? --to DIALECT", rule="no-value"))
     except UserError as problem:
         findings += problem.findings
-    if "out" in given and Path(given["out"]).exists() and not Path(given["out"]).is_dir():
-        findings.append(error("out", given["out"], "is there, and no folder"))
+    findings += _folder(given)
     if "from" in given:
         return given, launched(given["from"], subjects, given, findings)
     file, model, more = model_or_file(subjects)
     return given, asked(given, [*findings, *more], file, model)
+
+
+def _folder(given: Mapping[str, Any]) -> list[Finding]:
+    """What is wrong with the folder to write into, before anything is done."""
+    if "out" not in given:
+        return []
+    try:
+        mode = Path(given["out"]).stat().st_mode if given["out"] else None
+        why = "a folder must be named" if mode is None else "is there, and no folder"
+        return [] if mode and S_ISDIR(mode) else [error("out", given["out"], why)]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as problem:  # a name that is too long, or none
+        return [error("out", given["out"], getattr(problem, "strerror", None) or str(problem))]
 
 
 def _refused(target: Any, written: Written, question: Question) -> list[Finding]:
