@@ -401,3 +401,9 @@ def test_the_commands_of_the_page_run(capsys):
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
         assert capsys.readouterr().out
+
+
+def test_a_mixture_that_only_the_caller_knows_of(explain, monkeypatch):
+    monkeypatch.setenv("PLAIT_DEBUG", "1")
+    report = explain(MEGATRON.format(zero=1, more=""), name="run.sh", model="qwen3-30b-a3b")
+    assert report["model"]["name"] == "qwen3-30b-a3b"

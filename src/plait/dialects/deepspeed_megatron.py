@@ -149,13 +149,13 @@ def _mixture(
     else:
         fields.pop("model.moe.capacity", None)
         fields.pop("model.moe.drop", None)
-    counts = settings.said["--num-experts"]
     if "--mlp-type" in settings and settings.said["--mlp-type"].value == "residual":
         message = "residual experts have an MLP beside them; plait counts it as a shared expert"
         found.append(note(TARGET, "megatron-deepspeed-residual", message))
         fields["model.moe.shared"] = 1
-    message = f"layers may have other numbers of experts; counted are {counts.value} everywhere"
-    if str(counts.value) and settings.said.get("--num-experts-teacher"):
+    counts = settings.said.get("--num-experts")
+    if counts and settings.said.get("--num-experts-teacher"):
+        message = f"layers may have other numbers of experts; counted are {counts.value} everywhere"
         found.append(note(TARGET, "megatron-deepspeed-experts", message))
 
 
