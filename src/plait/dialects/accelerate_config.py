@@ -7,9 +7,9 @@ Sources, of accelerate 1.15.0.dev0: commands/launch.py, utils/launch.py, utils/d
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.launch import changed, note
 from plait.dialects.settings import Settings
 from plait.spec.findings import Finding
@@ -27,8 +27,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 @lru_cache(maxsize=1)
 def known() -> Mapping[str, str]:
     """Flag or key -> arity, "key" of the latter."""
-    text = files("plait.dialects").joinpath("known", "accelerate.txt").read_text("utf-8")
-    return dict(line.split() for line in text.splitlines() if line and line[0] != "#")
+    return dict(tables.rows("accelerate.txt"))
 
 
 def known_of(settings: Settings) -> list[str]:

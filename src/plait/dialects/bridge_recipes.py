@@ -4,14 +4,13 @@ The recipes are data, `known/megatron_bridge.json`, read from their sources. A r
 ConfigContainer; the table holds what of it decides layout, batch, memory or a rule.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.huggingface_names import named as model_named
 from plait.spec.findings import closest
 
@@ -198,11 +197,9 @@ def recipe_for(preset: str) -> tuple[str, bool] | None:
 
 def known_fields() -> frozenset[str]:
     """Paths in a ConfigContainer that Megatron-Bridge has."""
-    text = files("plait.dialects.known").joinpath("megatron_bridge.txt").read_text("utf-8")
-    return frozenset(line for line in text.split() if not line.startswith("#"))
+    return frozenset(tables.first_words("megatron_bridge.txt"))
 
 
 @lru_cache(maxsize=1)
 def _table() -> Mapping[str, Any]:
-    path = files("plait.dialects.known").joinpath("megatron_bridge.json")
-    return json.loads(path.read_text("utf-8"))
+    return tables.tree("megatron_bridge.json")

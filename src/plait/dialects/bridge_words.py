@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.flags import Word, settings_of
 from plait.dialects.settings import Setting
 
@@ -149,11 +149,8 @@ def _item(text: str) -> Any:
 @lru_cache(maxsize=1)
 def known_flags() -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Flag -> how many values it takes; other spelling -> flag."""
-    path = files("plait.dialects.known").joinpath("megatron_bridge_flags.txt")
     arity, aliases = {}, {}
-    for line in path.read_text("utf-8").splitlines():
-        if not line.startswith("#"):
-            name, takes, *others = line.split()
-            arity[name] = takes
-            aliases |= {other: name for other in others}
+    for name, takes, *others in tables.rows("megatron_bridge_flags.txt"):
+        arity[name] = takes
+        aliases |= {other: name for other in others}
     return arity, aliases

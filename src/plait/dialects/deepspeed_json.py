@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.launch import AT_START, changed, refused
 from plait.dialects.settings import Setting
 from plait.dialects.source import Source
@@ -24,8 +24,7 @@ _TOKEN = re.compile(
 
 @lru_cache(maxsize=1)
 def known() -> tuple[str, ...]:
-    text = files("plait.dialects").joinpath("known", "deepspeed.txt").read_text("utf-8")
-    return tuple(line for line in text.splitlines() if line and line[0] != "#")
+    return tables.first_words("deepspeed.txt")
 
 
 def known_of(names: Iterator[str]) -> list[str]:

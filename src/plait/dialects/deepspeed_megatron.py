@@ -6,9 +6,9 @@ Source: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed (validate_args, 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.flags import Word, settings_of
 from plait.dialects.launch import AT_START, Told, changed, note, refused
 from plait.dialects.megatron_arguments import understand
@@ -46,9 +46,7 @@ _OWN = {
 @lru_cache(maxsize=1)
 def known() -> Mapping[str, str]:
     """Flag -> arity."""
-    text = files("plait.dialects").joinpath("known", "megatron_deepspeed.txt").read_text("utf-8")
-    lines = [line.split() for line in text.splitlines() if line[:1] == "-"]
-    return dict(lines)
+    return dict(tables.rows("megatron_deepspeed.txt"))
 
 
 def spell(name: str) -> str | None:

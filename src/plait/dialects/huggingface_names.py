@@ -5,13 +5,12 @@ the shape of a model. The table is data: `known/hf_models.json`. A name that is 
 guessed.
 """
 
-import json
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
+from plait.dialects import tables
 from plait.spec import presets
 from plait.spec.findings import closest
 
@@ -104,8 +103,7 @@ def _entry(key: str, stored: str | None, exact: bool) -> Named:
 
 @lru_cache(1)
 def _table() -> dict[str, Any]:
-    path = files("plait.dialects").joinpath("known", "hf_models.json")
-    return json.loads(path.read_text("utf-8"))
+    return tables.tree("hf_models.json")
 
 
 @lru_cache(1)

@@ -7,7 +7,8 @@ Most flags are that name with dashes; some are called otherwise, and some switch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
+
+from plait.dialects import tables
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Flag:
 @lru_cache(maxsize=1)
 def known() -> Mapping[str, Flag]:
     """Every flag that the parser, or one of Megatron-LM's own scripts, has or once had."""
-    text = files("plait.dialects").joinpath("known", "megatron.txt").read_text("utf-8")
+    text = tables.text_of("megatron.txt")
     table, gone = {}, False
     for line in text.splitlines():
         if line.startswith("#"):

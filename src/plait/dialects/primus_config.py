@@ -7,15 +7,14 @@ variables, `${VAR}` and `${VAR:default}`. Presets live in Primus' own tree: they
 where the file lies in one, and from what this version is known to have otherwise.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.launch import AT_START, changed, note, refused
 from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import Source, read_file
@@ -381,7 +380,7 @@ def _roots(source: Source) -> Iterator[Path]:
 
 @lru_cache(maxsize=1)
 def _data() -> dict[str, Any]:
-    return json.loads(files("plait.dialects").joinpath("known", "primus.json").read_text("utf-8"))
+    return tables.tree("primus.json")
 
 
 def presets(framework: str, kind: str, layer: str = "named") -> dict[str, Any]:

@@ -7,10 +7,9 @@ Arguments go into Megatron's namespace by their names there: a flag's other spel
 from collections.abc import Collection, Mapping
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
-from plait.dialects import huggingface_names, primus_schedules
+from plait.dialects import huggingface_names, primus_schedules, tables
 from plait.dialects.launch import AT_START, Launch, Told, changed, note, refused
 from plait.dialects.megatron_arguments import understand
 from plait.dialects.megatron_names import known as megatron_flags
@@ -65,8 +64,7 @@ _ASIDE: dict[str, tuple[Any, Any, str]] = {
 @lru_cache(maxsize=1)
 def known() -> frozenset[str]:
     """Keys of a Megatron module."""
-    text = files("plait.dialects.known").joinpath("primus.txt").read_text("utf-8")
-    return frozenset(line for line in text.splitlines() if not line.startswith("#"))
+    return frozenset(tables.first_words("primus.txt"))
 
 
 @lru_cache(maxsize=1)

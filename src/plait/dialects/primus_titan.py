@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from importlib.resources import files
 
-from plait.dialects import titan_config, titan_rules
+from plait.dialects import tables, titan_config, titan_rules
 from plait.dialects.launch import Launch, Told, changed, note
 from plait.dialects.primus_config import Experiment, name_settings
 from plait.dialects.settings import Setting, Settings
@@ -28,8 +27,7 @@ _MODEL = {
 @lru_cache(maxsize=1)
 def known() -> frozenset[str]:
     """Keys of a TorchTitan module, by dotted path."""
-    text = files("plait.dialects.known").joinpath("primus_titan.txt").read_text("utf-8")
-    return frozenset(line for line in text.splitlines() if not line.startswith("#"))
+    return frozenset(tables.first_words("primus_titan.txt"))
 
 
 def read(

@@ -1,9 +1,9 @@
 """A job as a mesh script: a small transformer of the llama kind, its mesh, plans, sharding and
 pipeline, all in one file that torchrun starts."""
 
-from importlib.resources import files
 from string import Template
 
+from plait.dialects import tables
 from plait.dialects.launch import Written, note
 from plait.dialects.titan_rules import TORCH_SCHEDULES
 from plait.dialects.titan_write import INSTEAD, launch_words
@@ -34,7 +34,7 @@ def written(job: Job) -> Written:
         return Written({}, [Finding("error", "pytorch-model", message)])
     notes = [*_model_notes(model), *_layout_notes(job)]
     command = f"{launch_words(layout)} {SCRIPT}"
-    template = Template(files("plait.dialects").joinpath("known/mesh_script.txt").read_text())
+    template = Template(tables.text_of("mesh_script.txt"))
     text = template.substitute(
         TITLE=f"{model.name} on {layout.world} ranks", COMMAND=command, **_numbers(job),
         **_plans(layout.sequence_parallel and layout.tp > 1),

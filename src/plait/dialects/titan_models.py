@@ -1,11 +1,10 @@
 """The models that TorchTitan has, by name and flavor; as data in known/titan_models.json."""
 
-import json
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.huggingface_names import named
 from plait.dialects.launch import AT_START, Told, refused
 from plait.dialects.settings import Settings
@@ -23,8 +22,7 @@ _APART = {
 @cache
 def flavors() -> dict[str, dict[str, dict[str, Any]]]:
     """Model -> flavor -> dotted path -> value of a job file; "model" names a preset."""
-    text = files("plait.dialects").joinpath("known/titan_models.json").read_text()
-    return json.loads(text)
+    return tables.tree("titan_models.json")
 
 
 def flavor_fields(settings: Settings, told: Told, facts: dict[str, Any]) -> dict[str, Any]:

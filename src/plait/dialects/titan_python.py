@@ -4,13 +4,12 @@ A function is followed through its own file, the files it imports where they are
 recipes that TorchTitan itself comes with (known/titan_recipes.json).
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from plait.dialects import tables
 from plait.dialects.python_reader import Reader
 from plait.dialects.python_values import Made, Open, parse
 from plait.dialects.settings import Setting
@@ -35,7 +34,7 @@ _FILES, _ABOVE = 12, 8
 @cache
 def recipes() -> dict[str, dict[str, Any]]:
     """TorchTitan's own recipes: name of the function -> option -> value."""
-    return json.loads(files("plait.dialects").joinpath("known/titan_recipes.json").read_text())
+    return tables.tree("titan_recipes.json")
 
 
 def read_registry(

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from plait.dialects import launchers, shell
+from plait.dialects import launchers, shell, tables
 from plait.dialects.flags import Word, settings_of
 from plait.dialects.launch import Launch, Told, Written
 from plait.dialects.settings import Setting, Settings
@@ -79,8 +78,7 @@ _NGPU = 8
 
 @cache
 def _names() -> frozenset[str]:
-    text = files("plait.dialects").joinpath("known/torchtitan.txt").read_text()
-    return frozenset(text.split())
+    return frozenset(tables.first_words("torchtitan.txt"))
 
 
 def read(source: Source, told: Told) -> Launch:
