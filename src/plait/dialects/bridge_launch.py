@@ -13,7 +13,7 @@ from plait.dialects.bridge_recipes import Recipe
 from plait.dialects.bridge_words import Words, read_words
 from plait.dialects.settings import Setting
 from plait.dialects.source import Source
-from plait.spec.findings import Finding, UserError, closest, error
+from plait.spec.findings import Finding, UserError, error
 
 #: Programs that train what their arguments say; the last kind is anybody's own script.
 _RUNNERS = (
@@ -260,7 +260,3 @@ def _fields_of_flags() -> frozenset[str]:
     from plait.dialects.bridge_words import FIELDS
 
     return frozenset(FIELDS)
-
-
-def nearest_field(name: str) -> str | None:
-    return closest(name, recipes.known_fields(), 0.75)

@@ -1,6 +1,6 @@
 """Megatron-Bridge's own validation, beside Megatron's (training/config.py, comm_overlap.py)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from plait.dialects.bridge_fields import TARGET, Container
@@ -153,6 +153,3 @@ def _context(c: Container, job: Job, environment: dict[str, str], facts: Any) ->
     if facts.get("encoder"):
         message = "counted is the language model; its encoder of images or sound is not"
         yield note(TARGET, "megatron-bridge-encoder", message)
-
-
-Rule = Callable[[Container, Job, dict[str, str], Any], Iterator[Finding]]
