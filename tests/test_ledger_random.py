@@ -47,6 +47,9 @@ LAYOUT = {
         "none", "none", "full", "selective", "selective:attention", "selective:norm,attention,mlp",
     ),
 }  # fmt: skip
+#: What a layout of one rank cannot but be.
+ALONE = {"tp": 1, "cp": 1, "ulysses": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "zero": 0,
+         "dp_replicate": None}  # fmt: skip
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zbv", "v-half", "v-min",
     "dualpipe", "dualpipev",
@@ -69,8 +72,11 @@ def draw_model(rng: random.Random) -> Model:
     return replace(model, layers=layers, dropout=dropout, tied=rng.random() < 0.3)
 
 
-def draw_job(seed: int) -> Job:
-    """A legal pair of a model and a layout; draws until the rules have nothing against it."""
+def draw_job(seed: int, alone: bool = False) -> Job:
+    """A legal pair of a model and a layout; draws until the rules have nothing against it.
+
+    alone: on one rank, which many ranks are hardly ever.
+    """
     rng = random.Random(seed)
     while True:
         model = draw_model(rng)
@@ -78,6 +84,8 @@ def draw_job(seed: int) -> Job:
         if world > 16384:
             continue
         given = {name: rng.choice(values) for name, values in LAYOUT.items()}
+        if alone:
+            world, given = 1, given | ALONE
         given["schedule"] = rng.choice(SCHEDULES) if given["pp"] > 1 else None
         if model.moe is None:
             given |= {"ep": 1, "etp": 1}
@@ -120,8 +128,7 @@ def off(said: StageMemory, was: StageMemory) -> list[str]:
     return lines
 
 
-def check(seed: int) -> None:
-    job = draw_job(seed)
+def check(job: Job) -> None:
     measured = measure(job)
     found = differences(traffic(job), measured.traffic) + measured.unlike
     predicted = memory(job)
@@ -141,10 +148,21 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_any_model_under_any_layout(seed):
-    check(seed)
+    check(draw_job(seed))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(1000, 1600))
 def test_many_models_under_many_layouts(seed):
-    check(seed)
+    check(draw_job(seed))
+
+
+@pytest.mark.parametrize("seed", range(2000, 2004))
+def test_one_rank(seed):
+    check(draw_job(seed, alone=True))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(2004, 2044))
+def test_many_models_on_one_rank(seed):
+    check(draw_job(seed, alone=True))
