@@ -327,3 +327,13 @@ def test_the_commands_of_the_page_run(capsys):
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
         assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [".nan", "-.inf", "[.inf]", "{a: .nan}", "2001-01-01"])
+def test_answers_are_json_whatever_stands_in_the_file(capsys, tmp_path, value):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(f"distributed_type: FSDP\nnum_processes: 8\nmain_process_ip: {value}\n")
+    flags = ["--from", "accelerate", str(path), "--model", "llama3.1-8b", "--json"]
+    for command in (["explain"], ["convert", "--to", "torchtitan"]):
+        assert main([*command, *flags]) in (0, 1)
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

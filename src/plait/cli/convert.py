@@ -14,7 +14,7 @@ from plait.cli.explain import text
 from plait.cli.question import Question, asked, launched
 from plait.dialects import dialect
 from plait.dialects.launch import Launch, Written
-from plait.spec.findings import Finding, UserError, error
+from plait.spec.findings import Finding, UserError, error, plain
 from plait.spec.job import Job
 from plait.spec.jobfile import draft
 
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     if question.illegal:
         report = question.report()
         if given["json"]:
-            print(json.dumps(answer | {"files": None, "notes": [], "report": report}, default=str))
+            print(json.dumps(plain(answer | {"files": None, "notes": [], "report": report})))
         else:
             print(text(report, question.job))
         return 1
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
         found = [{"level": f.level, "rule": f.rule, "message": f.message} for f in notes]
         files = None if refused else written.files
         more = {"files": files, "notes": found, "report": question.report()}
-        print(json.dumps(answer | more, default=str))
+        print(json.dumps(plain(answer | more)))
     else:
         for finding in notes:
             print(f"{finding.level}: {finding.message}", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 from plait.cli.arguments import FLAGS, add_launch, job_parser, model_or_file, parse
 from plait.cli.files import outputs, write
 from plait.cli.question import Question, asked, launched
-from plait.spec.findings import Finding
+from plait.spec.findings import Finding, plain
 from plait.spec.job import Job
 
 _WORDS = """\
@@ -70,7 +70,7 @@ def show(answer: dict[str, Any], job: Job, given: Mapping[str, Any]) -> None:
     """
     if "html" in given:
         write(given, {"html": lambda path: path.write_text(_page(answer, job), "utf-8")})
-    print(json.dumps(answer, default=str) if given["json"] else text(answer, job))
+    print(json.dumps(plain(answer)) if given["json"] else text(answer, job))
 
 
 def _page(answer: dict[str, Any], job: Job) -> str:

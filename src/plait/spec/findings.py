@@ -54,15 +54,15 @@ class Finding:
     def as_json(self) -> dict[str, Any]:
         """The finding as `--json` shows an error: where, value, message, nearest."""
         keys = ("where", "value", "message", "nearest")
-        return {key: _plain(getattr(self, key)) for key in keys}
+        return {key: plain(getattr(self, key)) for key in keys}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What JSON can hold; it has no NaN, no infinity and no dates."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     finite = not isinstance(value, float) or isfinite(value)
     return value if finite and isinstance(value, str | int | float | None) else str(value)
 
