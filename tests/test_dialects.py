@@ -167,3 +167,40 @@ def test_any_text(name, data):
     )  # fmt: skip
     text = "".join(data.draw(st.lists(st.one_of(pieces, st.text(max_size=5)), max_size=30)))
     read(name, text, data.draw(st.sampled_from(SUFFIXES)))
+
+
+# ------------------------------------------------------------------------------------------
+# What is said of a launch that the target refuses, and of one that leaves its model open
+
+REFUSED = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 "
+    "--tensor-model-parallel-size 2 --micro-batch-size 1 --seq-length 4096"
+)
+
+
+def test_a_launch_that_is_refused_may_fit_all_the_same(plait, tmp_path):
+    page = tmp_path / "page.html"
+    asked = ("--from", "megatron", REFUSED, "--model", "llama2-7b", "--gpus", "h200:8")
+    code, out, _ = plait("explain", *asked, "--html", page)
+    assert code == 1
+    assert "megatron would not run this" in out
+    assert "Fits. " in out
+    assert "Does not fit" not in out
+    text = page.read_text("utf-8")
+    assert "megatron would not run this." in text
+    assert "Does not fit" not in text
+    code, out, _ = plait("explain", *asked, "--json")
+    assert (code, json.loads(out)["fits"]) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("vllm", "vllm serve $MODEL -tp 8"),
+        ("sglang", "python -m sglang.launch_server --model-path $MODEL --tp 8"),
+        ("trtllm", "trtllm-serve $MODEL --tp_size 8"),
+        ("megatron", "torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 1"),
+    ],
+)
+def test_a_model_is_asked_for_once(plait, name, command):
+    one_problem(plait("explain", "--from", name, command), "--model")

@@ -22,7 +22,7 @@ COMMANDS = {
     "dryrun": "run one rank of a layout without a device, and compare with `explain`",
     "schedule": "a pipeline schedule, simulated and drawn",
     "tables": "the tables of the field, computed for a model",
-    "presets": "the models, clusters and schedules that have names",
+    "presets": "the models, clusters, schedules and dialects that have names",
 }
 
 

@@ -187,7 +187,7 @@ def launched(
     if "model.layers" in fields and "model" not in fields and "train.seq_len" in fields:
         # A model that is given by its sizes is meant for what it is trained on.
         fields.setdefault("model.seq", fields["train.seq_len"])
-    asked_for = any(f.where == "model" for f in wrong)
+    asked_for = any(f.where == "model" or f.message.endswith("say --model") for f in wrong)
     if not asked_for and not any(key.partition(".")[0] == "model" for key in fields):
         message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
         wrong.append(error("model", None, message, rule="no-model"))

@@ -22,11 +22,12 @@ def verdict(report: dict[str, Any]) -> Markup:
         kind, words = "", (element("strong", amount(held["peak_bytes"])), " on the fullest rank.")
     else:
         device, spare = held["device_bytes"], held["margin_bytes"]
-        kind, word = ("good", "Fits.") if report["fits"] else ("bad", "Does not fit.")
+        kind, word = ("good", "Fits.") if spare >= 0 else ("bad", "Does not fit.")
         more = "to spare" if spare >= 0 else "too much"
         share = f"{abs(spare) / device:.0%}"
         rest = f" {amount(used)} of {amount(device)}: {amount(abs(spare))} ({share}) {more}."
         words = element("strong", word), rest
+    kind, words = _refused(report, kind, words)
     return element(
         "section",
         element("p", *words),
@@ -52,10 +53,7 @@ def _served(report: dict[str, Any]) -> Markup:
         rest = f" The cache holds {served['tokens']:,} tokens; a request may have "
         words = element("strong", word), rest + f"{served['max_len']:,}."
         tiles.append((f"{served['max_concurrency']:.1f}", "longest requests at once"))
-    if any(finding["level"] == "error" for finding in report["findings"]):
-        target = report["source"]["dialect"]
-        kind = "bad"
-        words = element("strong", f"{target} would not run this."), " If it did: ", *words
+    kind, words = _refused(report, kind, words)
     return element(
         "section",
         element("p", *words),
@@ -63,6 +61,14 @@ def _served(report: dict[str, Any]) -> Markup:
         class_=f"verdict {kind}".strip(),
         aria_label="Answer",
     )
+
+
+def _refused(report: dict[str, Any], kind: str, words: tuple) -> tuple[str, tuple]:
+    """A verdict that says first that the target refuses the launch, where it does."""
+    if not any(finding["level"] == "error" for finding in report["findings"]):
+        return kind, words
+    target = report["source"]["dialect"]
+    return "bad", (element("strong", f"{target} would not run this."), " If it did: ", *words)
 
 
 def _tile(number: str, words: str) -> Markup:

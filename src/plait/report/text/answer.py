@@ -61,8 +61,7 @@ def verdict(console: "Console", report: dict[str, Any]) -> None:
             f"[bold]{amount(memory['peak_bytes'])}[/] a rank; {what}. "
             "Name a device (--gpus GPU:COUNT) to know whether it fits."
         )
-    elif report["fits"]:
-        spare = memory["margin_bytes"]
+    elif (spare := memory["margin_bytes"]) >= 0:
         console.print(
             f"[bold green]Fits.[/] {amount(used)} of {amount(device)}, {amount(spare)} "
             f"({spare / device:.0%}) to spare; {what}."
