@@ -228,3 +228,11 @@ def test_a_degree_in_a_variable_is_answered_by_its_flag(more, world, capsys):
     assert main(["explain", "--from", "sglang", text, "--tp", "8", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["world"], report["layout"]["tp"]) == (world, 8)
+
+
+def test_names_of_earlier_versions_are_known_and_refused(capsys):
+    text = f"{START} deepseek-ai/DeepSeek-V3 --tp 8 --nsa-prefill-backend tilelang"
+    assert main(["explain", "--from", "sglang", text, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["source"]["unknown"] == []
+    assert "--dsa-prefill-backend" in json.dumps(report["findings"])

@@ -204,3 +204,19 @@ def test_hostile_commands_end_in_lines(text, capsys, monkeypatch):
     _, err = capsys.readouterr()
     assert code in (0, 1, 2)
     assert (code == 2) == bool(err)
+
+
+def test_variables_of_a_file_of_options_are_asked_for_and_answered(capsys):
+    text = (
+        "cat > o.yml <<E\nenable_attention_dp: $SPREAD\nE\n"
+        "trtllm-serve deepseek-ai/DeepSeek-R1 --tp_size $TP --ep_size $EP --config o.yml"
+    )
+    assert main(["explain", "--from", "trtllm", text, "--json"]) == 2
+    asked = [error["message"] for error in json.loads(capsys.readouterr().out)["errors"]]
+    assert [message.rpartition("say ")[2] for message in asked] == ["--tp", "--ep", "--dp-shard"]
+    for tp, shared in ((8, 1), (1, 8)):
+        said = ["--tp", str(tp), "--dp-shard", str(shared), "--ep", "8"]
+        assert main(["explain", "--from", "trtllm", text, *said, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        layout = report["layout"]
+        assert (report["world"], layout["tp"], layout["dp_shard"]) == (8, tp, shared)

@@ -26,12 +26,19 @@ LOST = {
     "--enable-nsa-prefill-context-parallel": "--enable-prefill-cp",
     "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
     "--cuda-graph-bs": "--cuda-graph-bs-decode",
+    "--nsa-prefill-backend": "--dsa-prefill-backend",
+    "--nsa-decode-backend": "--dsa-decode-backend",
+    "--mamba-scheduler-strategy": "",
+    "--disable-piecewise-cuda-graph": "",
     "--enable-hip-attention": "",
     "--disable-mla": "",
 }
 
 #: Of these, those that took no value.
-LOST_SWITCHES = frozenset(LOST) - {"--cuda-graph-max-bs", "--cuda-graph-bs"}
+LOST_SWITCHES = frozenset(LOST) - {
+    "--cuda-graph-max-bs", "--cuda-graph-bs", "--nsa-prefill-backend", "--nsa-decode-backend",
+    "--mamba-scheduler-strategy",
+}  # fmt: skip
 
 _ENGINE = "SGLang"
 

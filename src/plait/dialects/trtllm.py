@@ -97,12 +97,14 @@ def _either(
 
 
 def _degree(settings: Settings, flag: str, key: str, means: str, default: int | None = 1) -> Any:
+    name = key if key in settings else flag
+    if means in settings.told and name in settings and settings.said[name].open:
+        return options.degree(settings, name, means)
     value = _either(settings, flag, key, int, default, means)
     if value is None or (isinstance(value, int) and 1 <= value <= LARGEST):
         return value
     if isinstance(value, int) and value == -1 and default is None:
         return None
-    name = key if key in settings else flag
     message = f"{value} is no number of ranks"
     settings.findings.append(error(name, value, message, 1))
     return default
@@ -127,6 +129,10 @@ def _degrees(settings: Settings, model: Model | None) -> tuple[dict[str, Any], d
         _either(settings, "--enable_attention_dp", "enable_attention_dp", bool, False,
                 "layout.dp_shard")
     )  # fmt: skip
+    asked = settings.said.get("enable_attention_dp", settings.said.get("--enable_attention_dp"))
+    if asked is not None and asked.open and "layout.dp_shard" in settings.told:
+        shared = options.degree(settings, "--enable_attention_dp", "layout.dp_shard")
+        adp, tp = shared > 1, tp * shared if settings.told.get("layout.tp") else tp
     kind = str(settings.take("cp_config.cp_type", str, None, "how context is shared") or "").upper()
     helix = kind.rpartition(".")[2] == "HELIX"
     group = tp * (cp if helix else 1)
