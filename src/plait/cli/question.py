@@ -192,8 +192,11 @@ def launched(
         message = f"{source.name} does not say which model: --model NAME (see `plait presets`)"
         wrong.append(error("model", None, message, rule="no-model"))
 
+    settle = getattr(language, "settle", dict)
+
     def make(changes: Mapping[str, Any]) -> Draft:
-        made = draft("plan", None, fields | changes)
+        # What a target derives of a changed degree, the ranks of a server too, is no error of it.
+        made = draft("plan", None, settle(fields | changes) if changes else fields)
         # That there is no model has been said, in the words of the launch.
         return replace(made, findings=[f for f in made.findings if f.rule != "no-model"])
 
@@ -205,7 +208,6 @@ def launched(
     refusals = [f for f in own if f.level == "error"]
     if refusals or question.illegal:
         again = judge if launch.serving is None else _again(question, name)
-        settle = getattr(language, "settle", dict)
         legal = nearest_legal(fields, refusals, again, settle)
         about["legal"] = question.written(name, legal).files if legal else None
     return replace(question, own=own, source=about)
