@@ -7,6 +7,7 @@ combination matrix; flags those of its api_stability reference trtllm_serve_cli.
 import json
 import sys
 from pathlib import Path
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -220,3 +221,14 @@ def test_variables_of_a_file_of_options_are_asked_for_and_answered(capsys):
         report = json.loads(capsys.readouterr().out)
         layout = report["layout"]
         assert (report["world"], layout["tp"], layout["dp_shard"]) == (8, tp, shared)
+
+
+def test_very_many_chunks_take_no_time(explain):
+    """Their layers are counted once, not once for each chunk."""
+    before = process_time()
+    code, report = explain(
+        "trtllm-serve Qwen/Qwen3-30B-A3B --tp_size 2 --pp_size 2", "--vpp", "1000000"
+    )
+    assert code in (0, 1)
+    assert report["layout"]["vpp"] == 1_000_000
+    assert process_time() - before < 30

@@ -7,7 +7,7 @@ A chunk (a virtual stage) is a run of layers; chunks are numbered in the order o
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from plait.spec.layout import Layout
 from plait.spec.model import Model
@@ -27,7 +27,7 @@ def chunk_layers(model: Model, layout: Layout) -> tuple[range, ...]:
     if layout.pp == 1:
         return (range(model.layers),)
     counts = layout.stages or balanced(model.layers, layout.pp * layout.vpp)
-    starts = [sum(counts[:i]) for i in range(len(counts))]
+    starts = accumulate(counts[:-1], initial=0)
     return tuple(range(a, a + n) for a, n in zip(starts, counts, strict=True))
 
 
