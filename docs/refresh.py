@@ -4,7 +4,8 @@
 
 Two things are kept fresh. A `console` block whose command is `plait explain`, `plait dryrun`,
 `plait schedule` or `plait tables`: what follows the command is what it prints, of a dry run the
-part that `explain` does not have. And a table under a comment such as
+part that `explain` does not have, of a launch that is read what is found in it. And a table under
+a comment such as
 
     <!-- plait explain llama3.1-8b --gpus h100:64 | --zero 1 | --zero 3 -->
     <!-- plait schedule --pp 8 --microbatches 32 | 1f1b | zbv -->
@@ -43,8 +44,19 @@ def output(command: str) -> str:
     with patch.dict(os.environ, page), redirect_stdout(io.StringIO()) as out:
         main(shlex.split(command)[1:])
     text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n") + "\n"
+    if "--from" in shlex.split(command):
+        return _of_launch(text)
     measured = text.find("\nMeasured")
     return text if measured < 0 else f"...{text[measured:]}"
+
+
+def _of_launch(text: str) -> str:
+    """What is found in a launch, and of the nearest legal one no more than how it begins."""
+    findings, legal = text.find("\nFindings"), text.find("\nNearest legal launch")
+    if findings < 0 or legal < 0:
+        return text
+    head = "".join(text[legal:].splitlines(keepends=True)[:4])
+    return f"...{text[findings:legal]}{head}...\n"
 
 
 def fresh(text: str, run: Callable[[str], bool] = lambda command: True) -> str:
