@@ -35,6 +35,7 @@ def test_primus_pipeline(algorithm, vpp, schedule):
     found = checked(launch)
     assert not errors(found)
     assert not named(found, "primus-pipeline-needs")
+    assert not named(found, "megatron-schedule"), "Megatron-LM lacks it, Primus does not"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,9 @@ def test_older_runtime(said, schedule):
         f"patch_zero_bubble: true\npipeline_model_parallel_size: 4\nglobal_batch_size: 64\n{said}"
     )
     assert launch.fields["layout.schedule"] == schedule
-    assert not errors(checked(launch)) - {"primus-recompute-split"}
+    found = checked(launch)
+    assert not errors(found) - {"primus-recompute-split"}
+    assert not named(found, "megatron-schedule")
 
 
 def test_chunks_without_a_v_in_the_older_runtime():

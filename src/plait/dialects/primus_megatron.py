@@ -294,7 +294,10 @@ def check(launch: Launch, job: Job) -> list[Finding]:
     if facts.get("layer_ids") is not None:
         # Primus hides the granularity from Megatron's own check (recompute_layer_patches.py).
         facts = {**facts, "recompute_granularity": None}
-    return [*found, *rules(facts, job, environment, TARGET, spell)]
+    theirs = rules(facts, job, environment, TARGET, spell)
+    if primus_schedules.has(facts, job.layout.schedule):
+        theirs = [f for f in theirs if f.rule != "megatron-schedule"]
+    return [*found, *theirs]
 
 
 def _sharding(facts: Mapping[str, Any], job: Job) -> list[Finding]:

@@ -218,6 +218,12 @@ def _needed(facts: Mapping[str, Any], patch: str) -> list[Finding]:
     return [changed("Primus", "primus-pipeline-needs", message)]
 
 
+def has(facts: Mapping[str, Any], schedule_name: str) -> bool:
+    """Whether Primus can run a schedule: it has more than Megatron-LM, and checks its own."""
+    patched = facts.get("patch_primus_pipeline") or facts.get("patch_zero_bubble")
+    return bool(patched) or settings_of(schedule_name) is not None
+
+
 def settings_of(schedule_name: str) -> dict[str, Any] | None:
     """What a Primus file says for a schedule; {} for what Megatron-LM has, None for what neither
     has."""
