@@ -34,9 +34,6 @@ from plait.spec.layout import divisors, nearest
 
 VERSION = "accelerate 1.15.0.dev0 (2026-08)"
 
-#: A script beside a configuration that starts something with it.
-BESIDE = "launch.sh"
-
 
 def read(source: Source, told: Told) -> Launch:
     """What a configuration, a script or a command says.
@@ -45,7 +42,7 @@ def read(source: Source, told: Told) -> Launch:
         UserError: it is none of these.
     """
     if source.suffix in (".yaml", ".yml", ".json") or _is_config(source):
-        script = _beside(source)
+        script = source.starter()
         if script is None:
             return _launch(source, _tree(source), [], None, told, [])
         source = script
@@ -72,16 +69,6 @@ def _is_config(source: Source) -> bool:
     return source.path is not None and bool(re.search(keys, source.text, re.M))
 
 
-def _beside(source: Source) -> Source | None:
-    if source.path is None:
-        return None
-    try:
-        script = source.beside(BESIDE)
-    except UserError:
-        return None
-    return script if re.search(rf"\b{re.escape(source.path.name)}\b", script.text) else None
-
-
 def _tree(source: Source) -> Mapping[str, Any]:
     tree = read_yaml(source)
     if not isinstance(tree, Mapping):
@@ -96,18 +83,13 @@ def _named(
 ) -> tuple[Source, Mapping[str, Any]]:
     """The configuration that a command names, and where it lies."""
     text = str(named.value)
-    inner = re.sub(r"^(\$\{?\w+\}?|\$\([^)]*\)|`[^`]*`)/*", "", text)
     written = script.files.get(text)
     if written is not None:
         place = Source(written, text.rpartition("/")[2])
         return place, _tree(place)
-    for path in dict.fromkeys((text, inner, text.rpartition("/")[2])):
-        if path and not path.startswith("/"):
-            try:
-                place = source.beside(path)
-            except UserError:
-                continue
-            return place, _tree(place)
+    place = source.at_hand(text)
+    if place is not None:
+        return place, _tree(place)
     message = f"its configuration {text} is not at hand: what it says is not known"
     found.append(changed(TARGET, "accelerate-no-configuration", message, text))
     return source, {}
@@ -168,15 +150,11 @@ def _deepspeed(
     if not path:
         return accelerate_config.inline(said, world), settings, []
     found = accelerate_config.overridden(said)
-    try:
-        named = place.beside(path)
-    except UserError:
-        try:
-            named = place.beside(path.rpartition("/")[2])
-        except UserError:
-            message = f"its {path} is not at hand: what it says is not known"
-            found.append(changed(TARGET, "accelerate-no-deepspeed", message, path))
-            return accelerate_config.inline(said, world), settings, found
+    named = place.at_hand(path)
+    if named is None:
+        message = f"its {path} is not at hand: what it says is not known"
+        found.append(changed(TARGET, "accelerate-no-deepspeed", message, path))
+        return accelerate_config.inline(said, world), settings, found
     tree, notes = deepspeed_json.read(named)
     inner = Settings(deepspeed_json.settings_of(tree, named.name), told.given)
     understood = deepspeed_config.understand(inner, world)

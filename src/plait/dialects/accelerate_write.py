@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from plait.dialects import deepspeed_write
+from plait.dialects import deepspeed_trainer, deepspeed_write
 from plait.dialects.launch import Written, note
 from plait.spec.findings import Finding
 from plait.spec.job import Job
@@ -181,16 +181,9 @@ def _script(job: Job, layout: Layout, notes: list[Finding]) -> str:
     quiet = deepspeed_write.Writer(job, "", [])
     _, micro, accumulation = deepspeed_write.batch_of(quiet, layout)
     flags = [
-        f"--model_name_or_path {job.model.name}",
-        f"--max_seq_length {job.train.seq_len or job.model.seq}",
-        f"--per_device_train_batch_size {micro}",
-        f"--gradient_accumulation_steps {accumulation}",
-        f"--max_steps {job.train.steps}",
-        f"--learning_rate {job.train.learning_rate!r}",
-        f"--warmup_steps {job.train.warmup}",
+        *deepspeed_trainer.written(job, micro, accumulation),
         f"--weight_decay {job.train.weight_decay!r}",
         f"--max_grad_norm {job.train.clip!r}",
-        f"--seed {job.train.seed}",
     ]
     if layout.recompute != "none":
         flags.append("--gradient_checkpointing true")

@@ -1,6 +1,5 @@
 """DeepSpeed: its JSON configuration, commands that name one, and Megatron-DeepSpeed's flags."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +27,6 @@ _NAMING = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--ds_conf
 #: Flags of Megatron's that tell its fork from another script.
 _MEGATRON = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size",
                        "--num-attention-heads", "--tensor-model-parallel-size"})  # fmt: skip
-#: A script beside a configuration that starts something with it.
-BESIDE = "launch.sh"
 
 
 def read(source: Source, told: Told) -> Launch:
@@ -39,7 +36,7 @@ def read(source: Source, told: Told) -> Launch:
         UserError: it is none of these.
     """
     if source.suffix == ".json" or source.text.lstrip()[:1] == "{":
-        script = _beside(source)
+        script = source.starter()
         if script is None:
             return _of_json(source, told)
         source = script
@@ -63,17 +60,6 @@ def read(source: Source, told: Told) -> Launch:
     if len(names & _MEGATRON) > 1:
         return _of_megatron(run, tree, told, found)
     return _of_script(run, tree, told, found)
-
-
-def _beside(source: Source) -> Source | None:
-    """The launch.sh beside a configuration, where it names it."""
-    if source.path is None:
-        return None
-    try:
-        script = source.beside(BESIDE)
-    except UserError:
-        return None
-    return script if re.search(rf"\b{re.escape(source.path.name)}\b", script.text) else None
 
 
 def _best(script: shell.Script) -> launchers.Run | None:
@@ -123,14 +109,7 @@ def _file(source: Source, script: shell.Script, named: str) -> Source | None:
         written = next((t for n, t in script.files.items() if n.rpartition("/")[2] == base), None)
     if written is not None:
         return Source(written, base)
-    inner = re.sub(r"^(\$\{?\w+\}?|\$\([^)]*\)|`[^`]*`)/*", "", named)
-    for path in dict.fromkeys((named, inner, base)):
-        if path and not path.startswith("/"):
-            try:
-                return source.beside(path)
-            except UserError:
-                continue
-    return None
+    return source.at_hand(named)
 
 
 def _of_json(source: Source, told: Told) -> Launch:

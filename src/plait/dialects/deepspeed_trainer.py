@@ -9,6 +9,7 @@ from plait.dialects.huggingface_names import named
 from plait.dialects.launch import note
 from plait.dialects.settings import Setting, Settings
 from plait.spec.findings import Finding
+from plait.spec.job import Job
 
 #: Flag -> kind, and what it means.
 _FLAGS: dict[str, tuple[Any, str]] = {
@@ -93,6 +94,24 @@ def fields_of(settings: Settings, needs_model: bool) -> tuple[dict[str, Any], li
             found.append(note("the model", "model-name", message, text))
         break
     return fields, found
+
+
+def written(job: Job, micro: int, accumulation: int) -> list[str]:
+    """Flags of a script that trains a job.
+
+    Args:
+        micro: samples of a micro-batch. accumulation: micro-batches of a step.
+    """
+    return [
+        f"--model_name_or_path {job.model.name}",
+        f"--max_seq_length {job.train.seq_len or job.model.seq}",
+        f"--per_device_train_batch_size {micro}",
+        f"--gradient_accumulation_steps {accumulation}",
+        f"--max_steps {job.train.steps}",
+        f"--learning_rate {job.train.learning_rate!r}",
+        f"--warmup_steps {job.train.warmup}",
+        f"--seed {job.train.seed}",
+    ]
 
 
 def _fits(setting: Setting, kind: Any) -> bool:

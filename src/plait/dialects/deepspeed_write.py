@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.dialects import deepspeed_megatron
+from plait.dialects import deepspeed_megatron, deepspeed_trainer
 from plait.dialects.launch import Written, note
 from plait.dialects.megatron_write import NODE, arguments_of, words_of
 from plait.spec.findings import Finding
@@ -228,14 +228,7 @@ def _trainer(writer: Writer, layout: Layout) -> str:
         writer.say("recompute", "recomputes whole layers or nothing: whole layers")
     flags = [
         f"--deepspeed {CONFIG}",
-        f"--model_name_or_path {job.model.name}",
-        f"--max_seq_length {job.train.seq_len or job.model.seq}",
-        f"--per_device_train_batch_size {micro}",
-        f"--gradient_accumulation_steps {accumulation}",
-        f"--max_steps {job.train.steps}",
-        f"--learning_rate {job.train.learning_rate!r}",
-        f"--warmup_steps {job.train.warmup}",
-        f"--seed {job.train.seed}",
+        *deepspeed_trainer.written(job, micro, accumulation),
         *dtype,
         *(["--gradient_checkpointing true"] if recompute else []),
     ]

@@ -1,6 +1,8 @@
 """Where a launch comes from: a file, or a command as it would be typed. Read, never run."""
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -9,6 +11,10 @@ from plait.spec.findings import UserError, closest, error
 
 #: Bytes of the largest file that is read; those that people launch with have a thousandth.
 LARGEST = 4 << 20
+#: How the script is called that starts with the configuration beside it.
+STARTER = "launch.sh"
+#: A variable or a substitution that a path begins with, "$HERE/".
+_LED = re.compile(r"^(\$\{?\w+\}?|\$\([^)]*\)|`[^`]*`)/*")
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,25 @@ class Source:
             return replace(self, text=text, name=path.name, path=path)
         base = self.path.parent if self.path else Path()
         return replace(read_file(base / relative), variables=self.variables)
+
+    def at_hand(self, named: str) -> "Source | None":
+        """A file that this one names by a path that may be of another machine: from the folder of
+        this one, without the variable that it begins with, or by its name alone."""
+        for path in dict.fromkeys((named, _LED.sub("", named), named.rpartition("/")[2])):
+            if path:
+                with suppress(UserError):
+                    return self.beside(path)
+        return None
+
+    def starter(self) -> "Source | None":
+        """The script beside this configuration that starts with it."""
+        if self.path is None:
+            return None
+        try:
+            script = self.beside(STARTER)
+        except UserError:
+            return None
+        return script if re.search(rf"\b{re.escape(self.path.name)}\b", script.text) else None
 
 
 def source_of(words: list[str]) -> Source:
