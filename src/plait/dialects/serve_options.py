@@ -3,7 +3,7 @@ the model that a name is of."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite, prod
@@ -149,6 +149,34 @@ def options_file(
         for s in options(tree, Path(name).name)
     ]  # fmt: skip
     return [replace(s, name=canonical(s.name, known)) for s in said] if known else said
+
+
+def under_flags(
+    serve: Serve,
+    known: Flags,
+    positional: str,
+    switches: Iterable[str],
+    source: Source,
+    told: Told,
+) -> Settings:
+    """The options of a server over those of the file that `--config` names; as `read`."""
+    said = read(serve, known, positional, switches)
+    trouble: list[Finding] = []
+    files = [s for s in said if s.name == "--config" and isinstance(s.value, str)]
+    if files:
+        said = options_file(files[-1].value, serve, source, trouble, known) + said
+    settings = Settings(said, told.given)
+    settings.findings += trouble
+    file_taken(settings, "--config", "a file of options")
+    return settings
+
+
+def several(found: Sequence[Serve], engine: str, prefix: str) -> list[Finding]:
+    """A note where a launch starts more servers than the one that is read."""
+    if len(found) == 1:
+        return []
+    words = f"{len(found)} servers are started here; this is the first of them"
+    return [note(engine, f"{prefix}-several-servers", words)]
 
 
 def file_taken(settings: Settings, name: str, means: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from plait.cost.serving import Serving, on
 from plait.dialects import serve_options as options
-from plait.dialects.launch import Launch, Told, changed, note
+from plait.dialects.launch import Launch, Told, changed
 from plait.dialects.serve_options import count, degree, switch, take
 from plait.dialects.serve_words import Program, serves
 from plait.dialects.settings import Settings
@@ -49,14 +49,7 @@ def read(source: Source, told: Told) -> Launch:
     """What a launch serves, of several servers the first."""
     found = serves(source, PROGRAM)
     serve, known = found[0], options.flags("sglang")
-    said = options.read(serve, known, "--model-path", LOST_SWITCHES)
-    trouble: list[Finding] = []
-    files = [s for s in said if s.name == "--config" and isinstance(s.value, str)]
-    if files:
-        said = options.options_file(files[-1].value, serve, source, trouble, known) + said
-    settings = Settings(said, told.given)
-    settings.findings += trouble
-    options.file_taken(settings, "--config", "a file of options")
+    settings = options.under_flags(serve, known, "--model-path", LOST_SWITCHES, source, told)
     fields, stored, notes = options.model_of(settings, "--model-path", told, source)
     model = options.shape(fields, told)
     own, facts, changes = _degrees(settings, model)
@@ -69,9 +62,7 @@ def read(source: Source, told: Told) -> Launch:
     roles = Layout(**{k: v for k, v in own.items() if k != "stages"})
     notes += copies + changes + options.lost(settings, LOST, "SGLang")
     notes += options.ambiguous(settings, known, "SGLang")
-    if len(found) > 1:
-        words = f"{len(found)} servers are started here; this is the first of them"
-        notes.append(note("SGLang", "sglang-several-servers", words))
+    notes += options.several(found, "SGLang", "sglang")
     environment = {k: v for k, v in serve.environment.items() if k in _VARIABLES}
     names = options.unread(settings, known)
     return Launch(fields | more, settings, names, notes, environment, on(serving, roles), facts)

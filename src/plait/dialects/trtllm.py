@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.cost.serving import Serving, on
 from plait.dialects import serve_options as options
-from plait.dialects.launch import Launch, Told, note
+from plait.dialects.launch import Launch, Told
 from plait.dialects.serve_words import Program, serves
 from plait.dialects.settings import Setting, Settings
 from plait.dialects.source import Source
@@ -59,10 +59,7 @@ def read(source: Source, told: Told) -> Launch:
     serving = _serving(settings, stored, facts)
     more, copies = options.whole_fields(own, serving, told, "TensorRT-LLM")
     roles = Layout(**{k: v for k, v in own.items() if k != "stages"})
-    notes += copies
-    if len(found) > 1:
-        what = f"{len(found)} servers are started here; this is the first of them"
-        notes.append(note("TensorRT-LLM", "trtllm-several-servers", what))
+    notes += copies + options.several(found, "TensorRT-LLM", "trtllm")
     names = _known(settings, known.arity)
     return Launch(fields | more, settings, names, notes, {}, on(serving, roles), facts)
 

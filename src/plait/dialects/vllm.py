@@ -50,14 +50,7 @@ def read(source: Source, told: Told) -> Launch:
     """What a launch serves, of several servers the first."""
     found = serves(source, PROGRAM)
     serve, known = found[0], options.flags("vllm")
-    said = options.read(serve, known, "--model", LOST_SWITCHES)
-    trouble: list[Finding] = []
-    files = [s for s in said if s.name == "--config" and isinstance(s.value, str)]
-    if files:
-        said = options.options_file(files[-1].value, serve, source, trouble, known) + said
-    settings = Settings(said, told.given)
-    settings.findings += trouble
-    options.file_taken(settings, "--config", "a file of options")
+    settings = options.under_flags(serve, known, "--model", LOST_SWITCHES, source, told)
     fields, stored, notes = options.model_of(settings, "--model", told, source)
     model = options.shape(fields, told)
     own, facts = _degrees(settings, model, serve.environment)
@@ -67,9 +60,7 @@ def read(source: Source, told: Told) -> Launch:
     roles = Layout(**{k: v for k, v in own.items() if k != "stages"})
     serving = on(serving, roles)
     notes += copies + of_file + _changes(settings, facts, serve.environment)
-    if len(found) > 1:
-        words = f"{len(found)} servers are started here; this is the first of them"
-        notes.append(note("vLLM", "vllm-several-servers", words))
+    notes += options.several(found, "vLLM", "vllm")
     environment = {k: v for k, v in serve.environment.items() if k in _VARIABLES}
     known_names = options.unread(settings, known)
     return Launch(fields, settings, known_names, notes, environment, serving, facts)
