@@ -120,19 +120,19 @@ def _degrees(config: Config) -> dict[str, Any]:
     tp = take("tensor_parallel.autotp_size", int, 0, "layout.tp") or 1
     inner = take("tensor_parallel.tp.tp_size", int, None, "layout.tp")
     tp = inner if inner and tp == 1 else tp
-    sp = take("sequence_parallel_size", int, 1, "layout.ulysses and cp") or 1
+    ulysses = take("sequence_parallel_size", int, 1, "layout.ulysses and cp") or 1
     enabled = take("expert_parallel.enabled", bool, False, "whether autoep_size holds")
     ep = take("expert_parallel.autoep_size", int, 1, "layout.ep") or 1
     etp = take("expert_parallel.expert_tensor_parallel_size", int, 1, "layout.etp") or 1
     balance = take("expert_parallel.load_balance_coeff", None, None, "a rule of AutoEP's")
-    values |= {"autotp": tp, "ulysses": sp, "autoep": bool(enabled), "autoep_size": ep,
+    values |= {"autotp": tp, "ulysses": ulysses, "autoep": bool(enabled), "autoep_size": ep,
                "autoetp": etp, "balance": balance}  # fmt: skip
     fields: dict[str, Any] = {}
     if tp > 1:
         # AutoTP keeps norms whole on every rank.
         fields |= {"layout.tp": tp, "layout.sequence_parallel": False}
-    if sp > 1:
-        fields |= {"layout.cp": sp, "layout.ulysses": sp}
+    if ulysses > 1:
+        fields |= {"layout.cp": ulysses, "layout.ulysses": ulysses}
     if enabled and ep > 1:
         fields |= {"layout.ep": ep, "layout.etp": etp}
     elif ep > 1:
@@ -141,7 +141,7 @@ def _degrees(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _sharding(config: Config, sp: int) -> dict[str, Any]:
+def _sharding(config: Config, ulysses: int) -> dict[str, Any]:
     take, values = config.take, config.values
     stage = take("zero_optimization.stage", int, 0, "layout.zero")
     if config.settings.said.get("zero_optimization") is not None:
@@ -160,8 +160,8 @@ def _sharding(config: Config, sp: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"layout.zero": stage}
     shard = mics if mics and mics > 0 else hpz if hpz and hpz > 1 else None
     if shard and stage == 3:
-        if shard >= sp and shard % sp == 0:
-            fields["layout.dp_shard"] = shard // sp
+        if shard >= ulysses and shard % ulysses == 0:
+            fields["layout.dp_shard"] = shard // ulysses
         if shard == hpz and not mics > 0:
             message = (
                 f"hpZ keeps a second copy of the parameters in groups of {hpz}; gradients and "

@@ -131,25 +131,25 @@ def _pipeline(facts: Mapping[str, Any], job: Job, target: str) -> Iterator[Findi
 
 def _ulysses(facts: Mapping[str, Any], job: Job, target: str) -> Iterator[Finding]:
     layout, model = job.layout, job.model
-    sp = layout.ulysses
-    if sp <= 1:
+    ulysses = layout.ulysses
+    if ulysses <= 1:
         return
-    if model.heads % sp:
-        message = f"{model.heads} heads do not divide over sequence parallel {sp}"
-        legal = nearest(sp, divisors(max(1, model.heads)))
-        yield refused(target, "deepspeed-ulysses-heads", AT_START, message, sp,
+    if model.heads % ulysses:
+        message = f"{model.heads} heads do not divide over sequence parallel {ulysses}"
+        legal = nearest(ulysses, divisors(max(1, model.heads)))
+        yield refused(target, "deepspeed-ulysses-heads", AT_START, message, ulysses,
                       layout__cp=legal, layout__ulysses=legal)  # fmt: skip
     kv = max(1, model.kv_heads)
-    if model.mla is None and kv % sp and sp % kv:
-        message = f"{kv} KV heads neither divide by sequence parallel {sp} nor divide it"
-        legal = nearest(sp, divisors(kv))
-        yield refused(target, "deepspeed-ulysses-kv", AT_START, message, sp,
+    if model.mla is None and kv % ulysses and ulysses % kv:
+        message = f"{kv} KV heads neither divide by sequence parallel {ulysses} nor divide it"
+        legal = nearest(ulysses, divisors(kv))
+        yield refused(target, "deepspeed-ulysses-kv", AT_START, message, ulysses,
                       layout__cp=legal, layout__ulysses=legal)  # fmt: skip
     length = job.train.seq_len or model.seq
-    if length % sp:
-        message = f"sequences of {length} tokens do not divide over sequence parallel {sp}"
+    if length % ulysses:
+        message = f"sequences of {length} tokens do not divide over sequence parallel {ulysses}"
         yield refused(target, "deepspeed-ulysses-length", FIRST_STEP, message, length,
-                      train__seq_len=max(1, length // sp) * sp)  # fmt: skip
+                      train__seq_len=max(1, length // ulysses) * ulysses)  # fmt: skip
 
 
 def _autotp(facts: Mapping[str, Any], job: Job, target: str) -> Iterator[Finding]:
