@@ -1,22 +1,19 @@
 """DeepSpeed: configurations, commands, Megatron-DeepSpeed scripts; read, checked, written."""
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launches import differences, jobs
+from launches import commands_of, differences, jobs, problems, read_back
 from plait.cli.main import main
 from plait.dialects import deepspeed, deepspeed_json
 from plait.dialects.deepspeed_elastic import Elastic
 from plait.dialects.launch import Told
 from plait.dialects.source import Source
 from plait.spec.findings import UserError
-from plait.spec.jobfile import draft
 
 #: Field that may differ after a round trip -> rules of the notes that say why.
 SAID_WHY = {
@@ -315,26 +312,10 @@ def test_a_command_without_deepspeed_is_a_wrong_question():
         deepspeed.read(Source("python train.py", "command"), Told())
 
 
-def read_back(job):
-    written = deepspeed.write(job)
-    first = next(iter(written.files))
-    json.loads(written.files[first])
-    source = Source(written.files[first], first, Path("/nowhere") / first, siblings=written.files)
-    launch = deepspeed.read(source, Told({"model": job.model.name}, None, job.model))
-    fields = {k: v for k, v in launch.fields.items() if not k.startswith("model")}
-    fields["model"] = job.model.name
-    made = draft("plan", None, fields)
-    assert not made.findings
-    wrong = [*launch.findings, *launch.settings.findings, *deepspeed.check(launch, made.job)]
-    assert not [f.message for f in wrong if f.level == "error"]
-    assert not launch.unknown()
-    return made.job, {note.rule for note in written.notes}
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(jobs())
 def test_what_is_written_is_read_back(job):
-    back, noted = read_back(job)
+    back, noted = read_back(deepspeed, job)
     for field in differences(job, back):
         if not field.startswith("model."):
             words = SAID_WHY[field].split()
@@ -361,22 +342,16 @@ KEYS = st.sampled_from([
 @given(st.dictionaries(KEYS, HOSTILE, max_size=5))
 def test_hostile_values_end_in_lines(tree):
     source = Source(json.dumps(tree), "ds.json", Path("/nowhere/ds.json"))
-    assert all("\n" not in f.message for f in problems(source))
+    assert all("\n" not in f.message for f in problems(deepspeed, source))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet='{}[]",: abtruefalsn1.-/*#\n$', max_size=40))
 def test_any_text_is_read_or_refused(text):
-    assert all("\n" not in f.message for f in problems(Source(text, "d.json", Path("/no/d.json"))))
-
-
-def problems(source):
-    try:
-        launch = deepspeed.read(source, Told())
-    except UserError as problem:
-        return problem.findings
-    made = draft("plan", None, launch.fields | {"model": "tiny"})
-    return deepspeed.check(launch, made.job) if made.job else made.findings
+    assert all(
+        "\n" not in f.message
+        for f in problems(deepspeed, Source(text, "d.json", Path("/no/d.json")))
+    )
 
 
 def test_a_batch_that_the_trainer_fills_in_is_no_error(explain):
@@ -395,11 +370,8 @@ def test_known_keys_are_listed_once():
 
 
 def test_the_commands_of_the_page_run(capsys):
-    page = Path(__file__).parents[1] / "docs" / "dialects" / "deepspeed.md"
-    commands = re.findall(r"```sh\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
-    assert commands
-    for command in commands:
-        assert main(shlex.split(command)[1:]) == 0
+    for words in commands_of("deepspeed"):
+        assert main(words) == 0
         assert capsys.readouterr().out
 
 
@@ -407,3 +379,19 @@ def test_a_mixture_that_only_the_caller_knows_of(explain, monkeypatch):
     monkeypatch.setenv("PLAIT_DEBUG", "1")
     report = explain(MEGATRON.format(zero=1, more=""), name="run.sh", model="qwen3-30b-a3b")
     assert report["model"]["name"] == "qwen3-30b-a3b"
+
+
+def test_flags_of_the_forks_are_known(explain):
+    text = (
+        "deepspeed --num_gpus 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 "
+        "--num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
+        "--micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 16 16 6_000_000 "
+        "--embed-layernorm --position-embedding-type alibi --vocab-size 32000 "
+        "--pad-vocab-size-to 32128 --kill-switch-path /tmp/stop --tokenizer-name-or-path t5 "
+        "--train-weighted-split-paths-path a.txt --deepspeed --zero-stage 1\n"
+    )
+    report = explain(text, name="train.sh", model=None)
+    assert not rules(report, "error")
+    assert report["source"]["unknown"] == []
+    assert report["model"]["embed_norm"]
+    assert report["batch"]["global"] == 64

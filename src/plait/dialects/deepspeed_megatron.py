@@ -39,7 +39,8 @@ _OWN = {
     "--enable-expert-tensor-parallelism": "layout.etp", "--disable-moe-token-dropping": "dropless",
     "--mlp-type": "model.moe", "--train-tokens": "train.steps", "--deepspeed": "DeepSpeed's engine",
     "--deepspeed_config": "the configuration", "--lr-warmup-tokens": "train.warmup",
-    "--lr-decay-tokens": "train.schedule", "--ds-sequence-parallel-fpdt": "attention in chunks",
+    "--lr-decay-tokens": "train.schedule", "--embed-layernorm": "model.embed_norm",
+    "--ds-sequence-parallel-fpdt": "attention in chunks",
 }  # fmt: skip
 
 
@@ -87,13 +88,15 @@ def fields_of(
             settings.taken[name] = (said[name].value, means)
     understood = understand(settings, told, spell, world, TARGET)
     fields, facts, found = dict(understood.fields), dict(understood.facts), understood.findings
-    found = [f for f in found if f.rule not in ("megatron-float32",)]
+    found = [f for f in found if f.rule not in ("megatron-float32", "megatron-fp16-gradients")]
     tp, cp = fields.get("layout.tp", 1), fields.get("layout.cp", 1)
     fields["layout.zero"] = _number(settings, "--zero-stage", 1)
     fields.pop("layout.dp_replicate", None)
     if cp > 1:
         fields["layout.ulysses"] = cp
         fields.pop("layout.cp_method", None)
+    if "--embed-layernorm" in said:
+        fields["model.embed_norm"] = True
     if "--checkpoint-activations" in said:
         fields["layout.recompute"] = "full"
     pipeline = "--no-pipeline-parallel" not in said

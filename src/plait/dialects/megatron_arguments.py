@@ -11,6 +11,7 @@ spells them is the caller's: `spell` makes the one of the other.
     arguments, notes = megatron_write.arguments_of(job)   # the reverse
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,8 @@ class Arguments:
         words = self.words(name, means, needed)
         if not words:
             return None
-        parts = [p for word in words for p in word.strip("()[] ").replace(",", " ").split()]
+        text = " ".join(word.strip("()[] ").replace(",", " ") for word in words)
+        parts = re.sub(r"(?<=\d)_(?=\d)", "", text).split()  # 2_000_000
         if not all(p.lstrip("-").isascii() and p.lstrip("-").isdecimal() for p in parts):
             self._wrong(name, words, "whole numbers")
             return None
