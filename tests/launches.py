@@ -1,12 +1,19 @@
 """Random legal training jobs, for what must hold of every launch language."""
 
+import re
+import shlex
 from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
 
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from plait.dialects.launch import Told
+from plait.dialects.source import Source
 from plait.rules import check
 from plait.spec.chunks import chunk_layers
+from plait.spec.findings import Finding, UserError
 from plait.spec.job import Job
 from plait.spec.jobfile import draft
 from plait.spec.layout import Layout
@@ -81,3 +88,41 @@ def differences(one: Job, other: Job) -> dict[str, tuple]:
         if f.name not in ("name", "seq")
     }
     return {path: pair for path, pair in found.items() if pair[0] != pair[1]}
+
+
+def read_back(language: ModuleType, job: Job) -> tuple[Job, set[str]]:
+    """The job that is read of what is written of one, and the rules of the notes on it."""
+    written = language.write(job)
+    first = next(iter(written.files))
+    source = Source(written.files[first], first, Path("/nowhere") / first, siblings=written.files)
+    launch = language.read(source, Told({"model": job.model.name}, None, job.model))
+    said = {k: v for k, v in launch.fields.items() if not k.startswith("model")}
+    made = draft("plan", None, said | {"model": job.model.name})
+    assert not made.findings
+    wrong = [*launch.findings, *launch.settings.findings, *language.check(launch, made.job)]
+    assert not [f.message for f in wrong if f.level == "error"]
+    assert not launch.unknown()
+    return made.job, {note.rule for note in written.notes}
+
+
+def problems(language: ModuleType, source: Source) -> list[Finding]:
+    """What is wrong with a launch, whatever is in it."""
+    try:
+        launch = language.read(source, Told())
+    except UserError as problem:
+        return problem.findings
+    made = draft("plan", None, launch.fields | {"model": "tiny"})
+    return language.check(launch, made.job) if made.job else made.findings
+
+
+def commands_of(name: str) -> list[list[str]]:
+    """The commands that a dialect's page shows, each without the program's name."""
+    page = Path(__file__).parent.parent / "docs" / "dialects" / f"{name}.md"
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    commands = [
+        shlex.split(line)[1:]
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    assert commands
+    return commands

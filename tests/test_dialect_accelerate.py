@@ -1,21 +1,16 @@
 """Accelerate: configurations and launch commands; read, checked, written."""
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launches import differences, jobs
+from launches import commands_of, differences, jobs, problems, read_back
 from plait.cli.main import main
 from plait.dialects import accelerate
-from plait.dialects.launch import Told
 from plait.dialects.source import Source
-from plait.spec.findings import UserError
 from plait.spec.jobfile import draft
 
 #: Field that may differ after a round trip -> words of the rules of the notes that say why.
@@ -244,25 +239,10 @@ def test_a_configuration_that_is_not_there_is_said(explain):
     assert "accelerate-no-configuration" in rules(report, "warning")
 
 
-def read_back(job):
-    written = accelerate.write(job)
-    first = next(iter(written.files))
-    yaml.safe_load(written.files[first])
-    source = Source(written.files[first], first, Path("/nowhere") / first, siblings=written.files)
-    launch = accelerate.read(source, Told({"model": job.model.name}, None, job.model))
-    fields = {k: v for k, v in launch.fields.items() if not k.startswith("model")}
-    made = draft("plan", None, fields | {"model": job.model.name})
-    assert not made.findings
-    wrong = [*launch.findings, *launch.settings.findings, *accelerate.check(launch, made.job)]
-    assert not [f.message for f in wrong if f.level == "error"]
-    assert not launch.unknown()
-    return made.job, {note.rule for note in written.notes}
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(jobs())
 def test_what_is_written_is_read_back(job):
-    back, noted = read_back(job)
+    back, noted = read_back(accelerate, job)
     for field in differences(job, back):
         if not field.startswith("model."):
             words = SAID_WHY[field].split()
@@ -283,7 +263,7 @@ def test_what_it_can_say_comes_back_the_same(layout):
         said["layout.sequence_parallel"] = False
     said |= {"model": "llama3.1-8b", "ranks": 16, "train.seq_len": 4096, "train.global_batch": 64}
     job = draft("plan", None, said).job
-    assert differences(job, read_back(job)[0]) == {}
+    assert differences(job, read_back(accelerate, job)[0]) == {}
 
 
 HOSTILE = st.recursive(
@@ -308,24 +288,12 @@ KEYS = st.sampled_from([
 def test_hostile_values_end_in_lines(tree, kind):
     tree = tree | ({"distributed_type": kind} if kind else {})
     source = Source(json.dumps(tree), "a.yaml", Path("/nowhere/a.yaml"))
-    assert all("\n" not in f.message for f in problems(source))
-
-
-def problems(source):
-    try:
-        launch = accelerate.read(source, Told())
-    except UserError as problem:
-        return problem.findings
-    made = draft("plan", None, launch.fields | {"model": "tiny"})
-    return accelerate.check(launch, made.job) if made.job else made.findings
+    assert all("\n" not in f.message for f in problems(accelerate, source))
 
 
 def test_the_commands_of_the_page_run(capsys):
-    page = Path(__file__).parents[1] / "docs" / "dialects" / "accelerate.md"
-    commands = re.findall(r"```sh\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
-    assert commands
-    for command in commands:
-        assert main(shlex.split(command)[1:]) == 0
+    for words in commands_of("accelerate"):
+        assert main(words) == 0
         assert capsys.readouterr().out
 
 

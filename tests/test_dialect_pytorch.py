@@ -2,14 +2,13 @@
 
 import ast
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launches import commands_of
 from plait.cli.main import main
 from plait.dialects import pytorch
 from plait.dialects.launch import Told
@@ -352,10 +351,6 @@ def test_the_template_is_python():
 
 
 def test_commands_of_the_page(capsys):
-    page = Path(__file__).parent.parent / "docs" / "dialects" / "pytorch.md"
-    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    assert lines
-    for line in lines:
-        assert main(shlex.split(line)[1:]) == 0, line
+    for words in commands_of("pytorch"):
+        assert main(words) == 0, words
     capsys.readouterr()

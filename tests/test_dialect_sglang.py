@@ -5,8 +5,6 @@ check_server_args, arg_groups/overrides.py _a2a_ep_size, runtime_context.py.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +14,6 @@ from plait.cli.main import main
 from plait.dialects import sglang
 from plait.spec import presets
 from plait.spec.jobfile import draft
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from serve_helpers import again, errors, job_of, read, same_layout
 
 START = "python3 -m sglang.launch_server --model-path"

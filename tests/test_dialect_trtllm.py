@@ -5,8 +5,6 @@ combination matrix; flags those of its api_stability reference trtllm_serve_cli.
 """
 
 import json
-import sys
-from pathlib import Path
 from time import process_time
 
 import pytest
@@ -17,9 +15,6 @@ from plait.cli.main import main
 from plait.dialects import trtllm
 from plait.spec import presets
 from plait.spec.jobfile import draft
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from serve_helpers import again, errors, job_of, read, same_layout
 
 

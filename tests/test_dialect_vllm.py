@@ -5,8 +5,6 @@ verify_with_parallel_config, engine/arg_utils.py create_engine_config, config/co
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +16,6 @@ from plait.dialects.launch import Told
 from plait.dialects.source import read_file
 from plait.spec import presets
 from plait.spec.jobfile import draft
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from serve_helpers import again, errors, job_of, read, same_layout
 
 DENSE = {"qwen3-8b": (1, 2, 4, 8), "llama3.1-70b": (1, 2, 4, 8, 16), "qwen2.5-7b": (1, 2, 4)}
