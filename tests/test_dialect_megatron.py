@@ -495,6 +495,18 @@ def test_recompute(flags, recompute):
     assert fields_of(flags)["layout.recompute"] == recompute
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("--fp16", True), ("--fp16 --accumulate-allreduce-grads-in-fp32", False), ("--bf16", False)],
+)
+def test_float16_gradients_are_copied(flags, said):
+    """optimizer/optimizer.py, Float16OptimizerWithFloat16Params: the gradients of the master
+    weights are made from those of the model. docs of the distributed optimizer: 20, 4 + 16/d."""
+    launch = read(f"torchrun --nproc-per-node 2 pretrain_gpt.py {SMALL.replace('--bf16', flags)}")
+    found = [f for f in launch.findings + launch.settings.findings if "gradients to" in f.message]
+    assert [f.rule for f in found] == ["megatron-fp16-gradients"] * said
+
+
 def test_defaults_of_a_model():
     """Biases, LayerNorm, learned positions, tied tables, 4 x hidden, dropout 0.1, padded to 128 x
     TP, float32 without --bf16."""

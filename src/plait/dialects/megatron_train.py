@@ -40,6 +40,11 @@ def _dtypes(arguments: Arguments) -> dict[str, Any]:
     grad = "float32"
     if (bf16 and (narrow or kept == "bf16")) or (fp16 and not wide):
         grad = dtype
+    if fp16 and not bf16 and not wide:
+        # optimizer/optimizer.py; the figures are those of its distributed optimizer's guide.
+        message = "its optimizer copies float16 gradients to float32 for the step: 20 bytes a "
+        message += "parameter, or 4 + 16/N; plait has no such copy and counts 16, or 4 + 12/N"
+        arguments.note("megatron-fp16-gradients", message)
     return {"train.dtype": dtype, "train.grad_dtype": grad}
 
 
