@@ -330,3 +330,14 @@ def test_torch_is_not_imported(convert):
     )
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=120)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_schedule_that_nobody_has_gets_a_note(name, convert):
+    """Two directions at once: no target has it."""
+    launch = "--ranks 8 --pp 4 --schedule dualpipe --global-batch 64 --seq-len 4096".split()
+    code, out, err = convert("llama3.1-8b", *launch, "--to", name)
+    assert code == 0
+    assert out
+    assert any(word in err for word in ("dualpipe", "1f1b")), err
+    assert "would run interleaved" not in err

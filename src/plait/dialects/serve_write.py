@@ -73,6 +73,8 @@ def dropped(job: Job, engine: str) -> list[Finding]:
         named_.append(f"recompute {layout.recompute}")
     if layout.vpp > 1:
         named_.append(f"vpp {layout.vpp}")
+    if layout.pp > 1 and layout.schedule.partition(":")[0] not in ("1f1b", "interleaved-1f1b"):
+        named_.append(f"schedule {layout.schedule}")
     if layout.ulysses > 1:
         named_.append(f"ulysses {layout.ulysses}")
     if layout.sequence_parallel:
