@@ -395,3 +395,21 @@ def test_flags_of_the_forks_are_known(explain):
     assert report["source"]["unknown"] == []
     assert report["model"]["embed_norm"]
     assert report["batch"]["global"] == 64
+
+
+def test_what_is_echoed_before_it_starts_is_not_the_launch(explain):
+    text = """#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --gres=gpu:8
+N_NODES=$SLURM_NNODES
+export LAUNCHER="python -u -m torch.distributed.run --nproc_per_node 8 --nnodes $N_NODES"
+export CMD=" `pwd`/pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 4 \\
+    --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 \\
+    --micro-batch-size 2 --global-batch-size 64 --vocab-size 32000 --deepspeed --zero-stage 1 "
+echo $CMD
+clear; srun --jobid $SLURM_JOBID bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" | tee log
+"""
+    report = explain(text, name="train.slurm", model=None)
+    assert report["world"] == 32
+    assert report["layout"]["tp"] == 2
+    assert report["layout"]["dp_shard"] == 16

@@ -68,7 +68,9 @@ def _best(script: shell.Script) -> launchers.Run | None:
         names = {word.text.partition("=")[0] for word in run.words}
         score = 4 * (run.launcher == "deepspeed") + 4 * bool(names & set(_NAMING))
         score += 2 * (len(names & _MEGATRON) > 1)
-        score = (2 * score + run.command.sure) if score and run.name not in ("ds_report",) else 0
+        printed = run.name in ("ds_report", "echo", "printf")
+        score = 0 if printed or not score else 2 * (2 * score + run.command.sure)
+        score += bool(score) and run.world is not None
         if score > most:
             best, most = run, score
     return best
