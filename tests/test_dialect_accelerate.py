@@ -305,3 +305,10 @@ def test_answers_are_json_whatever_stands_in_the_file(capsys, tmp_path, value):
     for command in (["explain"], ["convert", "--to", "torchtitan"]):
         assert main([*command, *flags]) in (0, 1)
         json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_machines_in_a_variable_do_not_stand_in_the_way(explain):
+    text = "accelerate launch --num_machines $SLURM_NNODES --num_processes $N train.py\n"
+    report = explain(text, "--ranks", 16, name="train.slurm")
+    assert "errors" not in report
+    assert report["world"] == 16

@@ -67,18 +67,20 @@ class Said:
         self.values[short] = value
         return value
 
-    def number_or_open(self, short: str, told: int | None) -> int | None:
+    def number_or_open(
+        self, short: str, told: int | None, default: int | None = None, means: str = "ranks"
+    ) -> int | None:
         """A number of ranks; one in a variable is left to the person, or assumed."""
         for name in self.places.get(short, ()):
             setting = self.settings.said[name]
             if setting.open:
-                self.settings.taken[name] = (setting.value, "ranks")
+                self.settings.taken[name] = (setting.value, means)
                 self.places[short].remove(name)
                 if told is None:
                     message = f"the number of processes depends on {', '.join(setting.open)}"
                     self.note("world-open", message)
                 break
-        return self.take(short, int, None, "ranks")
+        return self.take(short, int, default, means)
 
     def switch(self, short: str, default: bool, means: str) -> bool:
         """true, "true", "yes" and 1 alike."""
@@ -107,7 +109,7 @@ def understand(said: Said, world: int | None) -> tuple[dict[str, Any], int | Non
         world: ranks, as a person says them.
     """
     processes = said.number_or_open("num_processes", world)
-    machines = said.take("num_machines", int, 1, "nodes") or 1
+    machines = said.number_or_open("num_machines", 1, 1, "nodes") or 1
     world = world or (processes if processes and processes > 0 else None)
     kind = said.take("distributed_type", None, None, "how ranks work together")
     # YAML reads an unquoted NO as false.
