@@ -691,3 +691,14 @@ def test_hostile_values_are_lines(words, capsys):
     code, answer = explained(capsys, f"{RUN} --recipe llama3_8b_pretrain_config {words}")
     assert code in (0, 1, 2)
     assert answer
+
+
+def test_what_is_suggested_is_held_against_the_target_too(capsys):
+    """The nearest length that the layout allows is 2; Megatron wants a multiple of TP 4."""
+    command = f"{RUN} --recipe qwen3_30b_a3b_pretrain_config dataset.seq_length=3"
+    code, answer = explained(capsys, command, "--dp-shard", "8")
+    (text,) = answer["source"]["legal"].values()
+    assert code == 1
+    assert "dataset.seq_length=4 " in text
+    code, answer = explained(capsys, text)
+    assert code == 0, rules_of(answer)

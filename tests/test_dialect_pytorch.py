@@ -354,3 +354,10 @@ def test_commands_of_the_page(capsys):
     for words in commands_of("pytorch"):
         assert main(words) == 0, words
     capsys.readouterr()
+
+
+def test_no_launch_is_suggested_where_a_script_cannot_say_it(explain):
+    """A mixture's plan is written by hand: there is no nearest text to be read back."""
+    code, report = explain(IMPORTS + WHOLE, "--model", "qwen3-30b-a3b", "--ranks", "16")
+    assert code == 1
+    assert report["source"]["legal"] is None

@@ -4,19 +4,16 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
 
 from plait.cli.arguments import FLAGS, add_launch, job_parser, model_or_file, parse
 from plait.cli.explain import text
-from plait.cli.question import Question, asked, launched
+from plait.cli.question import Question, as_said, asked, launched
 from plait.dialects import dialect
 from plait.dialects.launch import Launch, Written
 from plait.spec.findings import Finding, UserError, error, plain
-from plait.spec.job import Job
-from plait.spec.jobfile import draft
 
 _WORDS = """\
 Write a launch of one system in the words of another: plait convert --from megatron --to torchtitan
@@ -112,19 +109,8 @@ def _refused(target: Any, written: Written, question: Question) -> list[Finding]
     file, text = next(iter(written.files.items()))
     source = Source(text, file, Path(file), written.files)
     launch: Launch = target.read(source, Told({}, question.job.layout.world, question.job.model))
-    found = [*launch.findings, *target.check(launch, _there(launch, question.job))]
+    found = [*launch.findings, *target.check(launch, as_said(launch, question.job))]
     return [f for f in found if f.level in ("error", "warning")]
-
-
-def _there(launch: Launch, job: Job) -> Job:
-    """The job as it was written: what the target cannot say is not in it any more."""
-    fields = {k: v for k, v in launch.fields.items() if k.partition(".")[0] != "model"}
-    sizes = {name: getattr(job.model, name) for name in ("layers", "hidden", "heads", "vocab")}
-    model = {f"model.{name}": value for name, value in sizes.items()}
-    made = draft("plan", None, fields | model | {"ranks": job.layout.world})
-    if made.job is None or made.findings:
-        return job
-    return replace(made.job, model=job.model, cluster=job.cluster)
 
 
 def _once(findings: list[Finding]) -> list[Finding]:

@@ -207,9 +207,9 @@ def launched(
     about = _about(name, language.VERSION, launch, source.name)
     refusals = [f for f in own if f.level == "error"]
     if refusals or question.illegal:
-        again = judge if launch.serving is None else _again(question, name)
+        again = _again(question, name)
         legal = nearest_legal(fields, refusals, again, settle)
-        about["legal"] = question.written(name, legal).files if legal else None
+        about["legal"] = (question.written(name, legal).files if legal else None) or None
     return replace(question, own=own, source=about)
 
 
@@ -222,18 +222,36 @@ def _judge(launch: Launch) -> Callable[[Job], list[Finding]]:
 
 
 def _again(question: Question, name: str) -> Callable[[Job], list[Finding]]:
-    """What is wrong with a job as a serving engine would be told it: it is written, and read
-    back."""
+    """What is wrong with a job as its target would be told it: it is written, and read back."""
     language = dialect(name)
+    # What an engine does beside the layout is put right by writing it.
+    first_of_all = of_training if question.launch.serving is None else lambda _: []
 
     def both(job: Job) -> list[Finding]:
-        files = question.written(name, job).files
-        first, text = next(iter(files.items()))
+        found = [f for f in first_of_all(job) if f.level == "error"]
+        if found:
+            return found
+        written = question.written(name, job)
+        if not written.files:  # the target cannot say it: its notes have why
+            return list(written.notes)
+        first, text = next(iter(written.files.items()))
         told = Told(world=job.layout.world, model=job.model)
-        launch = language.read(Source(text, first, Path(first), files), told)
-        return [*_judge(launch)(job), *launch.findings, *language.check(launch, job)]
+        launch = language.read(Source(text, first, Path(first), written.files), told)
+        said = as_said(launch, job)
+        return [*_judge(launch)(said), *launch.findings, *language.check(launch, said)]
 
     return both
+
+
+def as_said(launch: Launch, job: Job) -> Job:
+    """The job as it was written: what the target cannot say is not in it any more."""
+    fields = {k: v for k, v in launch.fields.items() if k.partition(".")[0] != "model"}
+    sizes = {name: getattr(job.model, name) for name in ("layers", "hidden", "heads", "vocab")}
+    model = {f"model.{name}": value for name, value in sizes.items()}
+    made = draft("plan", None, fields | model | {"ranks": job.layout.world})
+    if made.job is None or made.findings:
+        return job
+    return replace(made.job, model=job.model, cluster=job.cluster)
 
 
 def _variables(said: Sequence[str]) -> dict[str, str]:
