@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from launches import commands_of, differences, jobs, problems, read_back
 from plait.cli.main import main
-from plait.dialects import deepspeed, deepspeed_json
-from plait.dialects.deepspeed_elastic import Elastic
+from plait.dialects import deepspeed
+from plait.dialects.deepspeed import json as deepspeed_json
+from plait.dialects.deepspeed.elastic import Elastic
 from plait.dialects.launch import Told
 from plait.dialects.source import Source
 from plait.spec.findings import UserError

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 
 from launches import differences, jobs
 from plait.cli.main import main
-from plait.dialects import bridge_recipes as recipes
 from plait.dialects import megatron_bridge as bridge
-from plait.dialects.bridge_python import read_python
-from plait.dialects.bridge_words import read_words, value_of
 from plait.dialects.flags import Word
 from plait.dialects.launch import Told
+from plait.dialects.megatron_bridge import recipes
+from plait.dialects.megatron_bridge.python import read_python
+from plait.dialects.megatron_bridge.words import read_words, value_of
 from plait.dialects.source import Source, read_file
 from plait.spec.findings import UserError
 from plait.spec.jobfile import draft

@@ -11,8 +11,8 @@ from plait.cli.main import main
 from plait.dialects import primus
 from plait.dialects.flags import Word
 from plait.dialects.launch import Told
-from plait.dialects.primus_commands import settings_of
-from plait.dialects.primus_config import Variables, merge, presets
+from plait.dialects.primus.commands import settings_of
+from plait.dialects.primus.config import Variables, merge, presets
 from plait.dialects.source import source_of
 from plait.spec.findings import UserError
 from primus_files import HEAD, checked, experiment, named, read, source

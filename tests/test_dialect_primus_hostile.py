@@ -9,7 +9,7 @@ import pytest
 from plait.cli.main import main
 from plait.dialects import primus
 from plait.dialects.launch import Told
-from plait.dialects.primus_config import read_experiment
+from plait.dialects.primus.config import read_experiment
 from plait.dialects.source import source_of
 from plait.spec.findings import UserError
 from primus_files import checked, errors, experiment, source

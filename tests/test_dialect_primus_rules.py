@@ -8,7 +8,8 @@ import json
 import pytest
 
 from plait.cli.main import main
-from plait.dialects import primus, primus_schedules
+from plait.dialects import primus
+from plait.dialects.primus import schedules as primus_schedules
 from plait.spec.jobfile import draft
 from primus_files import checked, errors, experiment, job_of, named, read
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from launches import differences, jobs
 from plait.cli.main import main
-from plait.dialects import primus, primus_schedules
+from plait.dialects import primus
 from plait.dialects.launch import Told
-from plait.dialects.primus_write import preset_of, titan_preset
+from plait.dialects.primus import schedules as primus_schedules
+from plait.dialects.primus.writer import preset_of, titan_preset
 from plait.rules import check as rules
 from plait.spec.chunks import chunk_layers
 from plait.spec.jobfile import draft

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.dialects import launchers, shell
-from plait.dialects.arithmetic import Unknown, evaluate
+from plait.dialects import shell
+from plait.dialects.shell import launchers
+from plait.dialects.shell.arithmetic import Unknown, evaluate
 from plait.dialects.source import Source, read_file
 from plait.spec.findings import UserError
 

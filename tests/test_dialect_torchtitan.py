@@ -13,9 +13,9 @@ from plait.cli.main import main
 from plait.dialects import torchtitan
 from plait.dialects.launch import Told
 from plait.dialects.source import Source
-from plait.dialects.titan_config import split
-from plait.dialects.titan_files import RECIPE, TOML
-from plait.dialects.titan_models import flavors
+from plait.dialects.torchtitan.config import split
+from plait.dialects.torchtitan.files import RECIPE, TOML
+from plait.dialects.torchtitan.models import flavors
 from plait.rules import check
 from plait.spec.findings import UserError
 from plait.spec.jobfile import draft

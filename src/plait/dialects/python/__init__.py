@@ -1,0 +1,1 @@
+"""Python files, read as syntax and never run."""

@@ -1,0 +1,1 @@
+"""What the serve commands of different engines have in common."""
