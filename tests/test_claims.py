@@ -38,8 +38,12 @@ def read(command: str, field: str):
     if words[0] == "finding":
         (finding,) = (f for f in said["findings"] if f["rule"] == words[1])
         return finding[words[2]]
-    for part in field.split("."):
-        said = said[int(part)] if isinstance(said, list) else said[part]
+    while field:
+        # What is suggested goes by dotted paths itself.
+        part, _, rest = field.partition(".")
+        if isinstance(said, dict) and field in said:
+            part, rest = field, ""
+        said, field = said[int(part)] if isinstance(said, list) else said[part], rest
     return said
 
 
