@@ -30,7 +30,7 @@ def test_a_repository_is_of_its_preset(preset):
         ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b", None),
         ("/models/Llama-3.1-8B-Instruct/", "llama3.1-8b", None),
         (
-            "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123",
+            "/models/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123",
             "qwen3-8b",
             None,
         ),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
-from plait.spec.findings import UserError, closest, error
+from plait.spec.findings import UserError, error
+from plait.spec.tomlfile import neighbour
 
 #: Bytes of the largest file that is read; those that people launch with have a thousandth.
 LARGEST = 4 << 20
@@ -111,7 +112,7 @@ def read_file(path: Path) -> Source:
         else:
             return Source(_decoded(path.read_bytes()), path.name, path)
     except (FileNotFoundError, NotADirectoryError):
-        problem, hint = "no such file", _neighbour(path)
+        problem, hint = "no such file", neighbour(path)
     except OSError as failure:
         problem = f"cannot be read: {failure.strerror}"
     except ValueError as failure:  # not text; or a name with a NUL in it
@@ -129,13 +130,3 @@ def _decoded(content: bytes) -> str:
     if "\0" in text:
         raise ValueError("not a text file: it holds NUL bytes")
     return text.replace("\r\n", "\n")
-
-
-def _neighbour(path: Path) -> str | None:
-    """The file beside a missing one that is named most like it."""
-    try:
-        names = [p.name for p in path.parent.iterdir() if p.is_file()]
-    except (OSError, ValueError):
-        return None
-    match = closest(path.name, names)
-    return str(path.parent / match) if match else None

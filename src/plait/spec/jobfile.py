@@ -16,7 +16,6 @@ What a job is for decides its defaults: "train" is small enough for the machine 
 (explain, dryrun) is the model as published on the cluster that is named.
 """
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from plait.spec.findings import Finding, UserError, closest, error
 from plait.spec.job import Batch, Checkpoint, Data, Job, Train
 from plait.spec.layout import ILLEGAL, LARGEST, Layout, sound_pipeline, sound_words
 from plait.spec.model import Model
+from plait.spec.tomlfile import read_toml
 
 Purpose = Literal["train", "plan"]
 
@@ -193,7 +193,7 @@ def draft(
     if file is not None and Path(file).is_dir():
         given = _resumed(Path(file), overrides, findings)
     elif file is not None:
-        given = _read(Path(file), findings)
+        given = read_toml(Path(file), findings)
     readable = not findings
     _override(given, overrides, findings)
 
@@ -248,30 +248,6 @@ def _attempt(read: Callable[[], Any], findings: list[Finding]) -> Any:
 # File and overrides
 
 
-def _read(path: Path, findings: list[Finding]) -> dict[str, Any]:
-    """The file as nested dicts with underscored keys, the model always a table."""
-    where = str(path)
-    try:
-        tree = _underscored(tomllib.loads(path.read_bytes().decode("utf-8")))
-    except FileNotFoundError:
-        hint = _neighbour(path)
-        findings.append(error(where, where, "no such file", hint))
-    except IsADirectoryError:
-        findings.append(error(where, where, "a folder, not a job file"))
-    except OSError as problem:
-        findings.append(error(where, where, f"cannot be read: {problem.strerror}"))
-    except UnicodeDecodeError:
-        findings.append(error(where, where, "not a text file (TOML is UTF-8)"))
-    except (ValueError, RecursionError) as problem:
-        line = str(problem).partition("\n")[0]
-        findings.append(error(where, where, f"not valid TOML: {line}"))
-    else:
-        if isinstance(tree.get("model"), str):
-            tree["model"] = {"name": tree["model"]}
-        return tree
-    return {}
-
-
 def _resumed(folder: Path, overrides: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
     """The job of a checkpoint, set to go on from it.
 
@@ -296,22 +272,6 @@ def _resumed(folder: Path, overrides: Mapping[str, Any], findings: list[Finding]
         train.pop("accumulation", None)
     given.setdefault("checkpoint", {})["resume"] = str(folder)
     return given
-
-
-def _neighbour(path: Path) -> str | None:
-    """The file beside a missing one that is named most like it."""
-    try:
-        names = [p.name for p in path.parent.iterdir() if p.suffix == ".toml"]
-    except OSError:
-        return None
-    match = closest(path.name, names)
-    return str(path.parent / match) if match else None
-
-
-def _underscored(tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {key.replace("-", "_"): _underscored(value) for key, value in tree.items()}
-    return tree
 
 
 def _override(given: dict[str, Any], overrides: Mapping[str, Any], findings: list[Finding]) -> None:
