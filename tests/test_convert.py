@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from importlib import import_module
 from itertools import product
 from math import isclose
 from pathlib import Path
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from launches import differences, jobs
 from plait.cli.main import main
-from plait.dialects import DIALECTS
+from plait.dialects import DIALECTS, dialect
 from plait.dialects.launch import Told
 from plait.dialects.source import Source
 from plait.spec.job import Job
@@ -48,13 +47,6 @@ LOST = {
 }
 
 
-def language(name: str):
-    try:
-        return import_module(f"plait.dialects.{name.replace('-', '_')}")
-    except ModuleNotFoundError as missing:
-        pytest.skip(f"{missing.name} is not there")
-
-
 @pytest.fixture
 def convert(capsys, monkeypatch):
     """Runs `plait convert` here, where nothing is caught but what a person did wrong."""
@@ -72,7 +64,7 @@ def read_back(name: str, files: dict[str, str], job: Job) -> Draft:
     """What a dialect makes of what it has written; the model where it cannot say one."""
     first, text = next(iter(files.items()))
     told = Told({}, job.layout.world)
-    launch = language(name).read(Source(text, first, Path(first), files), told)
+    launch = dialect(name).read(Source(text, first, Path(first), files), told)
     said = {"ranks": job.layout.world} | launch.fields
     if "model" not in said:
         said = {"model.seq": said.get("train.seq_len", job.model.seq)} | said
@@ -110,10 +102,10 @@ def unnamed(paths: set[str], notes: list[dict[str, str]]) -> set[str]:
 
 
 @pytest.mark.parametrize(("one", "other"), list(product(TRAINING, TRAINING)))
-def test_there_is_in_the_next_language(one, other, tmp_path_factory, capsys):
+def test_there_is_in_the_next_dialect(one, other, tmp_path_factory, capsys):
     """Written in one, converted, read back from the other: what both can say is the same, and
     what was lost is named. What is written, its own check does not refuse."""
-    source, target = language(one), language(other)
+    source, target = dialect(one), dialect(other)
     folder = tmp_path_factory.mktemp("launch")
 
     @settings(max_examples=2, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
@@ -174,14 +166,13 @@ SERVED = {
 @settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(tp=st.sampled_from((1, 2, 4, 8)), pp=st.sampled_from((1, 2)))
 def test_serve_commands_are_said_in_the_next_engine(one, other, tp, pp, capsys):
-    language(one), language(other)
     capsys.readouterr()
     words = SERVED[one].format(tp=tp, pp=pp)
     code = main(["convert", "--from", one, "--to", other, "--json", words])
     answer = json.loads(capsys.readouterr().out)
     assert code == 0, answer
     first, text = next(iter(answer["files"].items()))
-    launch = language(other).read(Source(text, first, Path(first), answer["files"]), Told())
+    launch = dialect(other).read(Source(text, first, Path(first), answer["files"]), Told())
     assert launch.fields.get("layout.tp", 1) == tp
     assert launch.fields.get("layout.pp", 1) == pp
     assert launch.fields["model"] == "llama3.1-70b"
@@ -194,7 +185,6 @@ FLAGS = ("llama3-8b", "--gpus", "h100:16", "--tp", "4", "--pp", "2", "--global-b
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_flags_become_a_launch(name, convert):
-    language(name)
     code, out, err = convert(*FLAGS, "--to", name)
     assert code == 0, err
     assert out.strip()
@@ -211,7 +201,6 @@ def test_flags_become_a_launch(name, convert):
 
 @pytest.mark.parametrize("name", ["megatron", "primus", "torchtitan", "megatron-bridge"])
 def test_all_files_go_into_a_folder(name, convert, tmp_path):
-    language(name)
     folder = tmp_path / "new" / "launch"
     code, out, _ = convert(*FLAGS, "--to", name, "--out", folder)
     assert (code, out) == (0, "")
@@ -242,7 +231,6 @@ def test_an_illegal_launch_is_described_and_not_written(convert):
 
 def test_what_a_target_refuses_is_not_written(convert, tmp_path):
     """TorchTitan's 1F1B needs as many micro batches as stages (pipeline_parallel.py)."""
-    language("torchtitan")
     words = ("llama3-8b", "--gpus", "h100:16", "--tp", "4", "--pp", "4", "--global-batch", "1")
     folder = tmp_path / "launch"
     code, out, err = convert(*words, "--to", "torchtitan", "--out", folder)
